@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import math
 import os
 import platform
 import statistics
+import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +39,11 @@ def pick_device(device: str | torch.device) -> torch.device:
         raise ValueError(f"device={device!r} is not a device: use 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
     if picked.type == "cpu":
         return picked
+    if picked.type == "mps":
+        raise ValueError(
+            f"device={device!r} is not supported: it lacks float64, which VQ models and calibrations use, and exact"
+            " 64-bit integers, which all draws use: use device='cpu'"
+        )
     if picked.type != "cuda":
         raise ValueError(f"device={device!r} is not supported: use 'auto', 'cpu', 'cuda' or 'cuda:N'")
     if not torch.cuda.is_available():
@@ -74,6 +82,18 @@ def free_bytes(device: torch.device) -> int:
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         return 1024 * _kibibytes(meminfo, "MemAvailable")
+    return all_bytes(device)
+
+
+def all_bytes(device: torch.device) -> int:
+    """Memory of a device, used or not."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if sys.platform == "win32":
+        # a MEMORYSTATUSEX: its first number is its own size, and the second one all memory
+        status = (ctypes.c_uint64 * 8)(64)
+        ctypes.windll.kernel32.GlobalMemoryStatusEx(status)
+        return status[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -140,14 +160,16 @@ def reset_peak(device: torch.device) -> None:
 def peak_bytes(device: torch.device) -> int:
     """Peak bytes of the device, or on a CPU of this process, since `reset_peak`.
 
-    If the system cannot reset the measurement, since the start of the process.
+    If the system cannot reset the measurement, since the start of the process; 0 on Windows, which does not tell.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     if status.exists():
         return 1024 * _kibibytes(status, "VmHWM")
-    import resource  # Windows does not have it
+    if sys.platform == "win32":
+        return 0
+    import resource
 
     unit = 1 if platform.system() == "Darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -270,6 +292,12 @@ def precision_of(precision: str | Precision, device: torch.device) -> Precision:
         ValueError: the policy is unknown, or has its copies of weights on another device.
     """
     if not isinstance(precision, Precision):
+        if precision == "bf16" and _emulates_bfloat16(device):
+            warnings.warn(
+                f"precision='bf16', which {torch.cuda.get_device_name(device)} emulates slowly: use precision='fp32'"
+                " (--precision fp32)",
+                stacklevel=3,
+            )
         return Precision(precision, device)
     if precision.device != device:
         raise ValueError(
@@ -277,6 +305,13 @@ def precision_of(precision: str | Precision, device: torch.device) -> Precision:
             f" {precision.policy!r} instead"
         )
     return precision
+
+
+def _emulates_bfloat16(device: torch.device) -> bool:
+    """Whether a device has no bfloat16 in hardware, as NVIDIA's GPUs before Ampere (V100, T4)."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) < (8, 0)
 
 
 class BFloat16Linear(nn.Module):

@@ -108,19 +108,85 @@ def test_a_function_that_cannot_be_captured_is_called():
     assert results == [2, 2]
 
 
+def captured(runs):
+    """The keys and shapes of all graphs that can be replayed."""
+    return {key for generation in runs._generations for key in generation.recorded}
+
+
 @pytest.mark.filterwarnings("error")  # a function without a graph would be called, with a warning
-def test_all_graphs_are_dropped_when_there_are_too_many(monkeypatch):
-    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
-    runs = replayed()
-    for size in (1, 2, 1, 3):  # the third graph replaces both
-        runs.run("double", double, torch.ones(size))
-    assert len(runs._recorded) == 1
+def test_the_older_half_of_the_graphs_is_dropped_when_there_are_too_many(monkeypatch):
+    """All others stay usable, though torch frees a workspace that graphs of one stream share."""
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 4)
     with standin.cuda() as gpu:
         runs = Graphs(standin.DEVICE)
-        for size in (1, 2, 3, 4, 5, 4):
+
+        def replayed_at_once(size):
+            last = list(runs.captures)[-1:]
             gpu.reset()
             result = runs.run("double", double, torch.ones(size, device=standin.DEVICE))
             assert result.tolist() == [2] * size and gpu.kernels["graph"] == 1
+            return list(runs.captures)[-1:] == last
+
+        assert not any(map(replayed_at_once, (1, 2, 3, 4)))
+        assert all(map(replayed_at_once, (1, 2, 3, 4)))
+        assert not replayed_at_once(5)  # replaces the first two
+        assert all(map(replayed_at_once, (3, 4, 5)))
+        assert not replayed_at_once(1)
+        assert len(captured(runs)) == 4
+
+
+@pytest.mark.filterwarnings("error")
+def test_engines_do_not_share_streams():
+    """Otherwise graphs of one would lose a workspace when another one is closed."""
+    with standin.cuda():
+        many = [Graphs(standin.DEVICE) for _ in range(graphs.STREAMS)]
+        x = torch.ones(3, device=standin.DEVICE)
+        for _ in range(3):
+            for runs in many:
+                assert runs.run("double", double, x).tolist() == [2] * 3
+        one_more = Graphs(standin.DEVICE)
+        with pytest.warns(UserWarning, match="streams"):
+            assert one_more.run("double", double, x).tolist() == [2] * 3
+        del many[0], runs
+        last = Graphs(standin.DEVICE)
+        for runs in (last, *many):
+            assert runs.run("double", double, x).tolist() == [2] * 3
+        assert len(last.captures) == 1
+
+
+def test_decoding_does_not_use_a_stream_of_graphs():
+    with standin.cuda():
+        runs = [Graphs(standin.DEVICE) for _ in range(graphs.STREAMS - 1)]
+        for each in runs:
+            each.run("double", double, torch.ones(3, device=standin.DEVICE))
+        taken = set(graphs._taken)
+        engines = [Engine(MARModels(toy_mar()), max_batch=1, device="cuda:0", graphs=False) for _ in range(2)]
+        assert engines[0]._finisher._stream not in taken
+        (output,) = engines[1].generate([Request(1, 1, "ar", num_iter=2, first_timestep=950)])  # decodes between rounds
+        assert output.error is None
+
+
+def test_captures_are_counted(monkeypatch):
+    with standin.cuda():
+        memory = iter(range(2**30, 0, -(2**20)))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(memory), 2**30))
+        runs = Graphs(standin.DEVICE)
+        assert not runs.summary()
+        for size in (1, 2):
+            runs.run("double", double, torch.ones(size, device=standin.DEVICE))
+        monkeypatch.undo()
+    assert [(each["key"], each["shapes"], each["bytes"]) for each in runs.captures] == [
+        ("double", [(1,)], 2**20),
+        ("double", [(2,)], 2**20),
+    ]
+    assert runs.seconds == sum(each["seconds"] for each in runs.captures) > 0
+    assert runs.bytes == 2**21 and "2 MiB" in runs.summary()
+
+
+def test_graphs_of_rocm_have_to_be_asked_for(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with standin.cuda():
+        assert not Graphs(standin.DEVICE).enabled and Graphs(standin.DEVICE, enabled=True).enabled
 
 
 def test_stale_graphs_are_dropped_too(monkeypatch):
@@ -193,9 +259,9 @@ def check(engines, requests):
         assert own.stats.head_calls_per_token == other.stats.head_calls_per_token
     runs = graphed.runner.graphs
     staggered(graphed, requests)  # the slots of chains grew for the first images
-    captured = set(runs._recorded)
+    num_captures = len(runs.captures)
     staggered(graphed, requests)
-    assert captured == set(runs._recorded) and not runs._retired, "the same work was captured again"
+    assert len(runs.captures) == num_captures < graphs.MOST_GRAPHS, "the same work was captured again"
 
 
 @pytest.mark.parametrize(
