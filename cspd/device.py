@@ -8,6 +8,7 @@ import ctypes
 import math
 import os
 import platform
+import re
 import statistics
 import sys
 import time
@@ -31,7 +32,8 @@ LARGE = 2**30  # bytes of weights that a message mentions
 
 def pick_device(device: str | torch.device) -> torch.device:
     """The device with its index; "auto" is CUDA if available. Raises ValueError if the device cannot be used."""
-    if device == "auto":
+    is_auto = device == "auto"
+    if is_auto:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         picked = torch.device(device)
@@ -49,12 +51,25 @@ def pick_device(device: str | torch.device) -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError(f"device={device!r}, but torch {torch.__version__} sees no CUDA device: use device='cpu'")
     if picked.index is None:  # the current device may change later
-        return torch.device("cuda", torch.cuda.current_device())
+        picked = torch.device("cuda", torch.cuda.current_device())
     if picked.index >= torch.cuda.device_count():
         raise ValueError(
             f"device={device!r}, but there are {torch.cuda.device_count()} CUDA devices: use a lower index"
         )
+    if _is_too_old(picked):
+        problem = f"torch {torch.__version__} was not built for {torch.cuda.get_device_name(picked)}, an older GPU"
+        if is_auto:
+            warnings.warn(f"{problem}, so the CPU is used: install torch for an older CUDA version", stacklevel=2)
+            return torch.device("cpu")
+        raise ValueError(f"device={device!r}, but {problem}: install torch for an older CUDA version, or use 'cpu'")
     return picked
+
+
+def _is_too_old(device: torch.device) -> bool:
+    """Whether a GPU is older than all that this torch has kernels for, as a V100 is for CUDA 13."""
+    built_for = [int(number) for number in re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))]
+    major, minor = torch.cuda.get_device_capability(device)
+    return bool(built_for) and 10 * major + minor < min(built_for)  # for ROCm there are other names
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:

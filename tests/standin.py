@@ -281,6 +281,7 @@ def cuda(memory: int = 80 * 2**30) -> Iterator[StandIn]:
         "is_available": lambda: True,
         "is_bf16_supported": lambda *_, **__: True,
         "device_count": lambda: 1,
+        "get_arch_list": lambda: ["sm_70"],
         "get_device_capability": lambda *_: (7, 0),  # too old for kernels that are compiled
         "get_device_name": lambda *_: properties.name,
         "get_device_properties": lambda *_: properties,

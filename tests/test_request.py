@@ -243,6 +243,19 @@ def test_an_old_gpu_warns_of_bfloat16(monkeypatch):
         monkeypatch.undo()
 
 
+def test_a_gpu_that_this_torch_was_not_built_for(monkeypatch):
+    with standin.cuda(), monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90a", "compute_120"])
+        with pytest.raises(ValueError, match="cuda:0"):
+            pick_device("cuda:0")
+        with pytest.warns(UserWarning, match="CPU"):
+            assert pick_device("auto").type == "cpu"
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 1))
+        assert pick_device("auto") == standin.DEVICE
+        patch.setattr(torch.cuda, "get_arch_list", lambda: ["gfx90a"])  # of ROCm
+        assert pick_device("auto") == standin.DEVICE
+
+
 def test_memory_of_windows(monkeypatch):
     """Which has neither /proc nor sysconf; ctypes calls its function."""
 
