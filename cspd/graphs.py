@@ -64,10 +64,10 @@ class _Recorded:
 class _Generation:
     """Graphs that are captured on one stream into one memory pool, and dropped together."""
 
-    capture: Capture
     recorded: dict[Hashable, _Recorded | None] = field(default_factory=dict)
     stale: list[Replay] = field(default_factory=list)
     bytes: int = 0
+    capture: Capture = field(kw_only=True)  # the last one, since it holds the stream: it is freed after the graphs
 
 
 class Graphs:
@@ -100,7 +100,7 @@ class Graphs:
         self.device = device
         self.enabled = on_cuda and torch.version.hip is None if enabled is None else enabled
         self._new_capture = (lambda: capture) if capture else functools.partial(cuda_capture, device)
-        self._generations = [_Generation(self._new_capture())] if self.enabled else []  # the youngest first
+        self._generations = [_Generation(capture=self._new_capture())] if self.enabled else []  # the youngest first
         self.lasting: dict[Hashable, Any] = {}
         self.captures: deque[dict[str, Any]] = deque(maxlen=MOST_GRAPHS)
         self.seconds = 0.0
@@ -205,7 +205,7 @@ class Graphs:
             for old in self._generations[1:]:
                 old.recorded.clear()
                 old.stale.clear()
-            self._generations = [_Generation(self._new_capture()), young]
+            self._generations = [_Generation(capture=self._new_capture()), young]
         return self._generations[0]
 
     def _free(self) -> int:
@@ -279,6 +279,7 @@ def cuda_capture(device: torch.device) -> Capture:
     The graphs must not outlive it, and none of them may be freed before the last one has been used.
     """
     streams: list[torch.cuda.Stream] = []  # the last one is used; graphs were captured on the others
+    failed: list[torch.cuda.CUDAGraph] = []  # one that is freed may take the workspace of its stream with it
     pool: Any = None
 
     def capture(trials: Callable[[], None], function: Callable[[], Any]) -> tuple[Any, Replay]:
@@ -300,6 +301,7 @@ def cuda_capture(device: torch.device) -> Capture:
                 with torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local"):
                     results = function()
         except BaseException:
+            failed.append(graph)
             pool = None  # it and the stream may be broken
             raise
         finally:

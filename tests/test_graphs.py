@@ -18,6 +18,7 @@ from toys import SMALL, staggered, toy_mar
 
 import cspd
 from cspd import Engine, MARModels, Request, graphs
+from cspd.cli.bench import bench, format_bench
 from cspd.graphs import Graphs
 from cspd.method import METHODS
 
@@ -113,6 +114,23 @@ def captured(runs):
     return {key for generation in runs._generations for key in generation.recorded}
 
 
+def test_a_failed_capture_breaks_no_graph():
+    with standin.cuda():
+        runs, x, calls = Graphs(standin.DEVICE), torch.ones(3, device=standin.DEVICE), []
+
+        def fail_in_capture(x):
+            calls.append(1)
+            if len(calls) == 4:  # after three trials
+                raise RuntimeError("the fourth call")
+            return 2 * x
+
+        assert runs.run("double", double, x).tolist() == [2] * 3
+        with pytest.warns(UserWarning, match="the fourth call"):
+            assert runs.run("fails", fail_in_capture, x).tolist() == [2] * 3
+        assert runs.run("double", double, x).tolist() == [2] * 3
+        assert runs.run("another", double, x).tolist() == [2] * 3
+
+
 @pytest.mark.filterwarnings("error")  # a function without a graph would be called, with a warning
 def test_the_older_half_of_the_graphs_is_dropped_when_there_are_too_many(monkeypatch):
     """All others stay usable, though torch frees a workspace that graphs of one stream share."""
@@ -181,6 +199,16 @@ def test_captures_are_counted(monkeypatch):
     ]
     assert runs.seconds == sum(each["seconds"] for each in runs.captures) > 0
     assert runs.bytes == 2**21 and "2 MiB" in runs.summary()
+
+
+def test_bench_reports_captures():
+    """Each engine has graphs of its own."""
+    with standin.cuda():
+        engine = Engine(MARModels(toy_mar()), max_batch=1, device="cuda:0")
+        request = Request(1, 1, "ar", num_iter=2, num_sampling_steps=4, first_timestep=950)
+        report = bench(engine, [request], [1, 2], [], [], [], runs=1, queued=None, accuracy=None)
+    assert len(report["captures"]) == 2
+    assert format_bench(report).endswith("\n".join(report["captures"]))
 
 
 def test_graphs_of_rocm_have_to_be_asked_for(monkeypatch):
