@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import math
 import os
 import platform
+import re
 import statistics
+import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +32,8 @@ LARGE = 2**30  # bytes of weights that a message mentions
 
 def pick_device(device: str | torch.device) -> torch.device:
     """The device with its index; "auto" is CUDA if available. Raises ValueError if the device cannot be used."""
-    if device == "auto":
+    is_auto = device == "auto"
+    if is_auto:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         picked = torch.device(device)
@@ -36,17 +41,35 @@ def pick_device(device: str | torch.device) -> torch.device:
         raise ValueError(f"device={device!r} is not a device: use 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
     if picked.type == "cpu":
         return picked
+    if picked.type == "mps":
+        raise ValueError(
+            f"device={device!r} is not supported: it lacks float64, which VQ models and calibrations use, and exact"
+            " 64-bit integers, which all draws use: use device='cpu'"
+        )
     if picked.type != "cuda":
         raise ValueError(f"device={device!r} is not supported: use 'auto', 'cpu', 'cuda' or 'cuda:N'")
     if not torch.cuda.is_available():
         raise ValueError(f"device={device!r}, but torch {torch.__version__} sees no CUDA device: use device='cpu'")
     if picked.index is None:  # the current device may change later
-        return torch.device("cuda", torch.cuda.current_device())
+        picked = torch.device("cuda", torch.cuda.current_device())
     if picked.index >= torch.cuda.device_count():
         raise ValueError(
             f"device={device!r}, but there are {torch.cuda.device_count()} CUDA devices: use a lower index"
         )
+    if _is_too_old(picked):
+        problem = f"torch {torch.__version__} was not built for {torch.cuda.get_device_name(picked)}, an older GPU"
+        if is_auto:
+            warnings.warn(f"{problem}, so the CPU is used: install torch for an older CUDA version", stacklevel=2)
+            return torch.device("cpu")
+        raise ValueError(f"device={device!r}, but {problem}: install torch for an older CUDA version, or use 'cpu'")
     return picked
+
+
+def _is_too_old(device: torch.device) -> bool:
+    """Whether a GPU is older than all that this torch has kernels for, as a V100 is for CUDA 13."""
+    built_for = [int(number) for number in re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))]
+    major, minor = torch.cuda.get_device_capability(device)
+    return bool(built_for) and 10 * major + minor < min(built_for)  # for ROCm there are other names
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
@@ -74,6 +97,18 @@ def free_bytes(device: torch.device) -> int:
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         return 1024 * _kibibytes(meminfo, "MemAvailable")
+    return all_bytes(device)
+
+
+def all_bytes(device: torch.device) -> int:
+    """Memory of a device, used or not."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if sys.platform == "win32":
+        # a MEMORYSTATUSEX: its first number is its own size, and the second one all memory
+        status = (ctypes.c_uint64 * 8)(64)
+        ctypes.windll.kernel32.GlobalMemoryStatusEx(status)
+        return status[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -140,14 +175,16 @@ def reset_peak(device: torch.device) -> None:
 def peak_bytes(device: torch.device) -> int:
     """Peak bytes of the device, or on a CPU of this process, since `reset_peak`.
 
-    If the system cannot reset the measurement, since the start of the process.
+    If the system cannot reset the measurement, since the start of the process; 0 on Windows, which does not tell.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     if status.exists():
         return 1024 * _kibibytes(status, "VmHWM")
-    import resource  # Windows does not have it
+    if sys.platform == "win32":
+        return 0
+    import resource
 
     unit = 1 if platform.system() == "Darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -270,6 +307,12 @@ def precision_of(precision: str | Precision, device: torch.device) -> Precision:
         ValueError: the policy is unknown, or has its copies of weights on another device.
     """
     if not isinstance(precision, Precision):
+        if precision == "bf16" and _emulates_bfloat16(device):
+            warnings.warn(
+                f"precision='bf16', which {torch.cuda.get_device_name(device)} emulates slowly: use precision='fp32'"
+                " (--precision fp32)",
+                stacklevel=3,
+            )
         return Precision(precision, device)
     if precision.device != device:
         raise ValueError(
@@ -277,6 +320,13 @@ def precision_of(precision: str | Precision, device: torch.device) -> Precision:
             f" {precision.policy!r} instead"
         )
     return precision
+
+
+def _emulates_bfloat16(device: torch.device) -> bool:
+    """Whether a device has no bfloat16 in hardware, as NVIDIA's GPUs before Ampere (V100, T4)."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) < (8, 0)
 
 
 class BFloat16Linear(nn.Module):

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from cspd import noise as philox_noise
 from cspd.device import Precision, describe, pick_device, precision_of
-from cspd.graphs import Graphs
+from cspd.graphs import Graphs, own_stream
 from cspd.method import ModelRunner, Prepared, choose, families_for
 from cspd.models import Models, placed, save_models
 from cspd.option import LARGEST_INTEGER, check_integer, plain
@@ -67,7 +67,8 @@ class Finisher:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # of its own: work on a stream that graphs were captured on would share their cuBLAS workspace
+        self._stream = own_stream(device) if device.type == "cuda" else None
         self._work: deque[_Work] = deque()
 
     def add_round(self, sequences: list[Sequence], watch: Stopwatch) -> None:

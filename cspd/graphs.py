@@ -1,12 +1,16 @@
-"""CUDA graphs of functions with fixed shapes: one launch replaces hundreds, in rounds bound by kernel launches."""
+"""Fewer launches in rounds that are bound by them: CUDA graphs of functions with fixed shapes, and torch.compile."""
 
 from __future__ import annotations
 
+import functools
+import gc
 import math
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +19,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-MOST_GRAPHS = 256  # at one more, all are dropped, and captured again when they are used
+from cspd.terminal import first_line, telling
+
+# Graphs live in two generations, the younger of which takes new ones. When it is full it becomes the older one, and the
+# older one is dropped: its graphs are captured again when they are used.
+#
+# A whole generation is dropped, and has a stream of its own, for this reason: cuBLAS has a workspace for each stream,
+# which all graphs that were captured there write to, and newer versions of torch free it when one of these graphs is
+# destroyed (pytorch/pytorch#175276, #193402). torch hands out its 32 streams in turn, so that two engines could get the
+# same one.
+MOST_GRAPHS = 256  # of both generations
+STREAMS = 32  # that torch hands out in turn
 
 Replay = Callable[[], Any]
 # maps (trial runs of a function, the function) to (its results, a function that computes them again)
@@ -46,6 +60,16 @@ class _Recorded:
         return bool(self.freed)
 
 
+@dataclass
+class _Generation:
+    """Graphs that are captured on one stream into one memory pool, and dropped together."""
+
+    recorded: dict[Hashable, _Recorded | None] = field(default_factory=dict)
+    stale: list[Replay] = field(default_factory=list)
+    bytes: int = 0
+    capture: Capture = field(kw_only=True)  # the last one, since it holds the stream: it is freed after the graphs
+
+
 class Graphs:
     """Runs functions of tensors; if enabled, captures each once for a key and shapes, and then replays it.
 
@@ -57,11 +81,12 @@ class Graphs:
     caches (`functools.cache`) are made in a trial run. Results are copies.
 
     Args:
-        enabled: if False, a run is an ordinary call; by default True on CUDA. capture: captures a function; by default
-            as a CUDA graph of `device`.
+        enabled: if False, a run is an ordinary call; by default True on CUDA, but not with ROCm, whose graphs have
+            crashed. capture: captures a function; by default as a CUDA graph of `device`.
 
     Attributes:
         lasting: objects that graphs read, besides weights, by name: they outlive the sequences that use them.
+        captures: the last captures, each with its `key`, `shapes`, `seconds` and `bytes` of device memory.
         seconds: total seconds of captures.
 
     Raises:
@@ -73,11 +98,11 @@ class Graphs:
         if enabled and not on_cuda and capture is None:
             raise ValueError(f"graphs=True, but {device} has no CUDA graphs: leave graphs out, or use a CUDA device")
         self.device = device
-        self.enabled = on_cuda if enabled is None else enabled
-        self._capture = capture or (cuda_capture(device) if self.enabled else None)
-        self._recorded: dict[Hashable, _Recorded | None] = {}
-        self._retired: list[Replay] = []
+        self.enabled = on_cuda and torch.version.hip is None if enabled is None else enabled
+        self._new_capture = (lambda: capture) if capture else functools.partial(cuda_capture, device)
+        self._generations = [_Generation(capture=self._new_capture())] if self.enabled else []  # the youngest first
         self.lasting: dict[Hashable, Any] = {}
+        self.captures: deque[dict[str, Any]] = deque(maxlen=MOST_GRAPHS)
         self.seconds = 0.0
 
     def run(self, key: Hashable, function: Callable[..., Any], *inputs: Tensor, state: Sequence[Tensor] = ()) -> Any:
@@ -93,11 +118,14 @@ class Graphs:
         shapes = [(tensor.shape, tensor.dtype) for tensor in inputs]
         full_key = (key, *shapes)
         with torch.inference_mode():  # so that later runs may write to the static tensors in any mode
-            recorded = self._recorded.get(full_key)
-            if recorded and recorded.is_stale:  # its replay lives until all graphs are dropped, see `_drop`
-                self._retired.append(self._recorded.pop(full_key).replay)
-            if full_key not in self._recorded:
-                recorded = self._recorded[full_key] = self._record(key, function, inputs, state)
+            generation = next((each for each in self._generations if full_key in each.recorded), None)
+            if generation is None:
+                recorded = self._record(full_key, function, inputs, state)
+            else:
+                recorded = generation.recorded[full_key]
+                if recorded and recorded.is_stale:  # its replay lives as long as its generation
+                    generation.stale.append(generation.recorded.pop(full_key).replay)
+                    recorded = self._record(full_key, function, inputs, state)
             if recorded is None:
                 return function(*inputs)
             for static, given in zip(recorded.inputs, inputs):
@@ -122,12 +150,12 @@ class Graphs:
         return bucket(number, per_octave) if self.enabled else number
 
     def _record(
-        self, key: Hashable, function: Callable[..., Any], inputs: Sequence[Tensor], state: Sequence[Tensor]
+        self, full_key: tuple, function: Callable[..., Any], inputs: Sequence[Tensor], state: Sequence[Tensor]
     ) -> _Recorded | None:
         """Captures the function; returns None, with a warning, if that fails."""
-        if len(self._recorded) + len(self._retired) >= MOST_GRAPHS:
-            self._drop()
-        start = time.perf_counter()
+        generation = self._with_room()
+        key, *shapes = full_key
+        start, free = time.perf_counter(), self._free()
         static = tuple(tensor.clone() for tensor in inputs)
         before = [tensor.clone() for tensor in state]
         reads = _Reads()
@@ -148,28 +176,56 @@ class Graphs:
             trial()
 
         try:
-            results, replay = self._capture(trials, lambda: function(*static))
+            results, replay = generation.capture(trials, lambda: function(*static))
         except RuntimeError as error:
             cause = error.__context__ or error  # the context is the first error; ending the capture raised another
             warnings.warn(f"no CUDA graph of {key}, which runs as single kernels instead: {cause}", stacklevel=3)
+            generation.recorded[full_key] = None
             return None
         finally:
             restore()
-            self.seconds += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            taken = max(0, free - self._free())
+            self.seconds += seconds
+            generation.bytes += taken
+            shapes = [tuple(shape) for shape, _ in shapes]
+            self.captures.append({"key": str(key), "shapes": shapes, "seconds": seconds, "bytes": taken})
         recorded = _Recorded(static, results, replay)
         alive = [reference() for reference in reads.seen]
         recorded.watch([storage for storage in alive if storage is not None])
+        generation.recorded[full_key] = recorded
         return recorded
 
-    def _drop(self) -> None:
-        """Drops all graphs.
+    def _with_room(self) -> _Generation:
+        """The younger generation, after one that was full has become the older one."""
+        young = self._generations[0]
+        if len(young.recorded) + len(young.stale) >= MOST_GRAPHS // 2:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # a replay may be running
+            for old in self._generations[1:]:
+                old.recorded.clear()
+                old.stale.clear()
+            self._generations = [_Generation(capture=self._new_capture()), young]
+        return self._generations[0]
 
-        All at once: when one graph is freed, torch may free cuBLAS workspaces that others on its stream write to.
-        """
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._recorded.clear()
-        self._retired.clear()
+    def _free(self) -> int:
+        """The device's free memory in bytes, or 0 without CUDA."""
+        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+
+    @property
+    def bytes(self) -> int:
+        """Device memory that the capture of all graphs took that can be replayed now."""
+        return sum(generation.bytes for generation in self._generations)
+
+    def summary(self) -> str:
+        """The captures in one line, for a person; empty if there were none."""
+        if not self.captures:
+            return ""
+        seconds = [capture["seconds"] for capture in self.captures]
+        return (
+            f"CUDA graphs: the last {len(seconds)} captures took {sum(seconds):.1f} s, the slowest"
+            f" {max(seconds):.1f} s; the graphs take {self.bytes / 2**20:.0f} MiB"
+        )
 
 
 class _Reads(TorchDispatchMode):
@@ -201,15 +257,40 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
+_taken: weakref.WeakSet[torch.cuda.Stream] = weakref.WeakSet()  # by `own_stream`; equal objects are one stream
+
+
+def own_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream of torch's that no one else has got from here and still holds, or None if all are taken."""
+    for collect in (False, True):
+        if collect:
+            gc.collect()  # engines that nobody uses any more
+        for _ in range(STREAMS):
+            stream = torch.cuda.Stream(device)
+            if stream not in _taken:
+                _taken.add(stream)
+                return stream
+    return None
+
+
 def cuda_capture(device: torch.device) -> Capture:
-    """A capture of CUDA graphs on one stream into one memory pool, since they are replayed one after another."""
-    aside, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-    captured: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+    """A capture of CUDA graphs on one stream into one memory pool, since they are replayed one after another.
+
+    The graphs must not outlive it, and none of them may be freed before the last one has been used.
+    """
+    streams: list[torch.cuda.Stream] = []  # the last one is used; graphs were captured on the others
+    failed: list[torch.cuda.CUDAGraph] = []  # one that is freed may take the workspace of its stream with it
+    pool: Any = None
 
     def capture(trials: Callable[[], None], function: Callable[[], Any]) -> tuple[Any, Replay]:
-        nonlocal aside, pool
-        if not captured:  # a pool becomes invalid with its last graph
+        nonlocal pool
+        if pool is None:
+            stream = own_stream(device)
+            if stream is None:
+                raise RuntimeError(f"other engines hold all of torch's {STREAMS} streams: close some of them")
+            streams.append(stream)
             pool = torch.cuda.graph_pool_handle()
+        aside = streams[-1]
         graph = torch.cuda.CUDAGraph()
         here = torch.cuda.current_stream(device)
         aside.wait_stream(here)
@@ -220,11 +301,11 @@ def cuda_capture(device: torch.device) -> Capture:
                 with torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local"):
                     results = function()
         except BaseException:
-            here.wait_stream(aside)
-            aside, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()  # the old ones may be broken
+            failed.append(graph)
+            pool = None  # it and the stream may be broken
             raise
-        here.wait_stream(aside)
-        captured.add(graph)
+        finally:
+            here.wait_stream(aside)
         return results, graph.replay
 
     return capture
@@ -239,3 +320,45 @@ def bucket(size: int, per_octave: int = 8) -> int:
     octave = (size - 1).bit_length()
     step = 2 ** max(0, octave - per_octave.bit_length())
     return math.ceil(size / step) * step
+
+
+# torch.compile makes one program for each combination of a model, the kinds of its inputs, and their types.
+PROGRAMS = 64
+
+
+@functools.cache
+def compiled(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """The function by torch.compile, for any shape: half a minute on first use, then fewer and larger kernels.
+
+    If it cannot be compiled, as on a machine without a C++ compiler, it is called as it is, with one warning.
+
+    Args:
+        function: a second call after a failed one must give the same results. what: its name in messages.
+    """
+    program: Callable[..., Any] | None = None
+    failed = False
+
+    def call(*args: Any, **named: Any) -> Any:
+        nonlocal program, failed
+        if failed:
+            return function(*args, **named)
+        progress = nullcontext() if program else telling(f"compiling {what}, about half a minute")
+        try:
+            with torch._dynamo.config.patch(cache_size_limit=PROGRAMS), progress:
+                program = program or torch.compile(function, dynamic=True)
+                return program(*args, **named)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # the compilers raise all kinds
+            results = function(*args, **named)  # raises if it was not the compiler's error
+            failed = True
+            cause = getattr(error, "inner_exception", error)
+            warnings.warn(
+                f"torch.compile cannot compile {what}, which run as ordinary PyTorch operations instead"
+                f" ({first_line(cause)}): install a C++ compiler, and for a GPU also Triton and Python's headers"
+                " (python3-dev); or omit --compile",
+                stacklevel=2,
+            )
+            return results
+
+    return call

@@ -73,6 +73,12 @@ def shortened(value: object) -> str:
     return shown if len(shown) <= 80 else f"{shown[:80]}..."
 
 
+def first_line(error: BaseException) -> str:
+    """The type and the first line of an error in a message, 200 characters at most."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}"[:200] if lines else type(error).__name__
+
+
 # Parsers of what is typed, on the command line and in study files. As argparse wants it, they raise ArgumentTypeError.
 
 MOST = 10_000_000  # of countable things, such as images

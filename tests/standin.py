@@ -122,6 +122,8 @@ class StandIn(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.timeline = Timeline()
+        self.streams = 0  # that were handed out
+        self.workspaces: dict[int, object] = {}  # of cuBLAS, by stream
         self._pinned: dict[int, Tensor] = {}  # by address; held, so that their memory is not reused
         self._graph: Graph | None = None
         self.reset()
@@ -144,9 +146,9 @@ class StandIn(TorchDispatchMode):
         self.timeline.reach(event or self.timeline.recorded + 1)
 
     @contextlib.contextmanager
-    def capture(self, graph: Graph, pool: Pool, **settings: object) -> Iterator[None]:
+    def capture(self, graph: Graph, pool: Pool, stream: Stream, **settings: object) -> Iterator[None]:
         """As torch.cuda.graph."""
-        self._graph = pool.joined_by(graph)
+        self._graph = pool.joined_by(graph).captured_on(stream)
         try:
             yield
         finally:
@@ -279,6 +281,7 @@ def cuda(memory: int = 80 * 2**30) -> Iterator[StandIn]:
         "is_available": lambda: True,
         "is_bf16_supported": lambda *_, **__: True,
         "device_count": lambda: 1,
+        "get_arch_list": lambda: ["sm_70"],
         "get_device_capability": lambda *_: (7, 0),  # too old for kernels that are compiled
         "get_device_name": lambda *_: properties.name,
         "get_device_properties": lambda *_: properties,
@@ -286,7 +289,7 @@ def cuda(memory: int = 80 * 2**30) -> Iterator[StandIn]:
         "synchronize": lambda *_: gpu.wait(gpu.reads, "torch.cuda.synchronize"),
         "Event": functools.partial(Event, gpu),
         "Stream": functools.partial(Stream, gpu),
-        "current_stream": lambda *_: Stream(gpu),
+        "current_stream": functools.cache(lambda *_: Stream(gpu)),
         "stream": lambda _: contextlib.nullcontext(),
         "CUDAGraph": functools.partial(Graph, gpu),
         "graph": gpu.capture,

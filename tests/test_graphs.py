@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
+import os
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
+import launching
 import pytest
 import standin
 import torch
@@ -13,6 +19,7 @@ from toys import SMALL, staggered, toy_mar
 
 import cspd
 from cspd import Engine, MARModels, Request, graphs
+from cspd.cli.bench import bench, format_bench
 from cspd.graphs import Graphs
 from cspd.method import METHODS
 
@@ -103,19 +110,112 @@ def test_a_function_that_cannot_be_captured_is_called():
     assert results == [2, 2]
 
 
+def captured(runs):
+    """The keys and shapes of all graphs that can be replayed."""
+    return {key for generation in runs._generations for key in generation.recorded}
+
+
+def test_a_failed_capture_breaks_no_graph():
+    with standin.cuda():
+        runs, x, calls = Graphs(standin.DEVICE), torch.ones(3, device=standin.DEVICE), []
+
+        def fail_in_capture(x):
+            calls.append(1)
+            if len(calls) == 4:  # after three trials
+                raise RuntimeError("the fourth call")
+            return 2 * x
+
+        assert runs.run("double", double, x).tolist() == [2] * 3
+        with pytest.warns(UserWarning, match="the fourth call"):
+            assert runs.run("fails", fail_in_capture, x).tolist() == [2] * 3
+        gc.collect()  # the error's traceback holds the graph
+        assert runs.run("double", double, x).tolist() == [2] * 3
+        assert runs.run("another", double, x).tolist() == [2] * 3
+
+
 @pytest.mark.filterwarnings("error")  # a function without a graph would be called, with a warning
-def test_all_graphs_are_dropped_when_there_are_too_many(monkeypatch):
-    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
-    runs = replayed()
-    for size in (1, 2, 1, 3):  # the third graph replaces both
-        runs.run("double", double, torch.ones(size))
-    assert len(runs._recorded) == 1
+def test_the_older_half_of_the_graphs_is_dropped_when_there_are_too_many(monkeypatch):
+    """All others stay usable, though torch frees a workspace that graphs of one stream share."""
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 4)
     with standin.cuda() as gpu:
         runs = Graphs(standin.DEVICE)
-        for size in (1, 2, 3, 4, 5, 4):
+
+        def replayed_at_once(size):
+            last = list(runs.captures)[-1:]
             gpu.reset()
             result = runs.run("double", double, torch.ones(size, device=standin.DEVICE))
             assert result.tolist() == [2] * size and gpu.kernels["graph"] == 1
+            return list(runs.captures)[-1:] == last
+
+        assert not any(map(replayed_at_once, (1, 2, 3, 4)))
+        assert all(map(replayed_at_once, (1, 2, 3, 4)))
+        assert not replayed_at_once(5)  # replaces the first two
+        assert all(map(replayed_at_once, (3, 4, 5)))
+        assert not replayed_at_once(1)
+        assert len(captured(runs)) == 4
+
+
+@pytest.mark.filterwarnings("error")
+def test_engines_do_not_share_streams():
+    """Otherwise graphs of one would lose a workspace when another one is closed."""
+    with standin.cuda():
+        many = [Graphs(standin.DEVICE) for _ in range(graphs.STREAMS)]
+        x = torch.ones(3, device=standin.DEVICE)
+        for _ in range(3):
+            for runs in many:
+                assert runs.run("double", double, x).tolist() == [2] * 3
+        one_more = Graphs(standin.DEVICE)
+        with pytest.warns(UserWarning, match="streams"):
+            assert one_more.run("double", double, x).tolist() == [2] * 3
+        del many[0], runs
+        last = Graphs(standin.DEVICE)
+        for runs in (last, *many):
+            assert runs.run("double", double, x).tolist() == [2] * 3
+        assert len(last.captures) == 1
+
+
+def test_decoding_does_not_use_a_stream_of_graphs():
+    with standin.cuda():
+        runs = [Graphs(standin.DEVICE) for _ in range(graphs.STREAMS - 1)]
+        for each in runs:
+            each.run("double", double, torch.ones(3, device=standin.DEVICE))
+        taken = set(graphs._taken)
+        engines = [Engine(MARModels(toy_mar()), max_batch=1, device="cuda:0", graphs=False) for _ in range(2)]
+        assert engines[0]._finisher._stream not in taken
+        (output,) = engines[1].generate([Request(1, 1, "ar", num_iter=2, first_timestep=950)])  # decodes between rounds
+        assert output.error is None
+
+
+def test_captures_are_counted(monkeypatch):
+    with standin.cuda():
+        memory = iter(range(2**30, 0, -(2**20)))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(memory), 2**30))
+        runs = Graphs(standin.DEVICE)
+        assert not runs.summary()
+        for size in (1, 2):
+            runs.run("double", double, torch.ones(size, device=standin.DEVICE))
+        monkeypatch.undo()
+    assert [(each["key"], each["shapes"], each["bytes"]) for each in runs.captures] == [
+        ("double", [(1,)], 2**20),
+        ("double", [(2,)], 2**20),
+    ]
+    assert runs.seconds == sum(each["seconds"] for each in runs.captures) > 0
+    assert runs.bytes == 2**21 and "2 MiB" in runs.summary()
+
+
+def test_bench_reports_captures():
+    with standin.cuda():
+        engine = Engine(MARModels(toy_mar()), max_batch=1, device="cuda:0")
+        request = Request(1, 1, "ar", num_iter=2, num_sampling_steps=4, first_timestep=950)
+        report = bench(engine, [request], [1], [], [], [], runs=1, queued=None, accuracy=None)
+    assert len(report["captures"]) == 1
+    assert format_bench(report).endswith("\n".join(report["captures"]))
+
+
+def test_graphs_of_rocm_have_to_be_asked_for(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with standin.cuda():
+        assert not Graphs(standin.DEVICE).enabled and Graphs(standin.DEVICE, enabled=True).enabled
 
 
 def test_stale_graphs_are_dropped_too(monkeypatch):
@@ -188,9 +288,9 @@ def check(engines, requests):
         assert own.stats.head_calls_per_token == other.stats.head_calls_per_token
     runs = graphed.runner.graphs
     staggered(graphed, requests)  # the slots of chains grew for the first images
-    captured = set(runs._recorded)
+    num_captures = len(runs.captures)
     staggered(graphed, requests)
-    assert captured == set(runs._recorded) and not runs._retired, "the same work was captured again"
+    assert len(runs.captures) == num_captures < graphs.MOST_GRAPHS, "the same work was captured again"
 
 
 @pytest.mark.parametrize(
@@ -207,3 +307,60 @@ def test_equal_images_of_a_trained_model(method):
     graphed.runner.graphs = replayed()
     settings = {"method": method, "num_sampling_steps": 30, "cfg": 3.0}
     check((eager, graphed), [Request(i, i, num_iter=num_iter, **settings) for i, num_iter in enumerate((6, 9, 7, 5))])
+
+
+# torch.compile, on machines that lack a compiler.
+
+WITHOUT_COMPILER = """
+import warnings
+from toys import toy_models
+from cspd import Engine, Request, VQModels
+
+engines = [Engine(VQModels(**toy_models(codes=11, length=4)), max_batch=1, compiled=c) for c in (False, True)]
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    eager, fallen_back = ([engine.generate([Request(1, seed)])[0] for seed in range(2)] for engine in engines)
+assert all((own.tokens == other.tokens).all() for own, other in zip(eager, fallen_back))
+(warning,) = caught
+assert "--compile" in str(warning.message)
+"""
+
+
+def test_a_machine_without_a_compiler_computes_without_torch_compile(tmp_path):
+    """In a process of its own, since torch remembers which compilers it has found."""
+    nowhere = str(tmp_path)
+    settings = dict.fromkeys(["PATH", "CC", "CXX", "TORCHINDUCTOR_CACHE_DIR"], nowhere)
+    settings["PYTHONPATH"] = os.pathsep.join([launching.environment()["PYTHONPATH"], str(Path(__file__).parent)])
+    command = [sys.executable, "-c", WITHOUT_COMPILER]
+    done = subprocess.run(command, env=launching.environment(**settings), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_function_that_cannot_be_compiled_is_called(monkeypatch):
+    attempts = []
+
+    def refuse(function, **settings):
+        attempts.append(function)
+        raise RuntimeError("torch.compile is not supported here")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    own = graphs.compiled(functools.partial(double), "doubles")
+    with pytest.warns(UserWarning, match="not supported here") as caught:
+        assert [own(number) for number in (1, 2, 3)] == [2, 4, 6]
+    assert len(caught) == len(attempts) == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_errors_of_a_compiled_function_are_raised(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
+
+    def invert(number):
+        if number > 1:
+            raise torch.OutOfMemoryError("too large")
+        return 1 / number
+
+    own = graphs.compiled(invert, "inverses")
+    for number, error in ((0, ZeroDivisionError), (2, torch.OutOfMemoryError)):
+        with pytest.raises(error):
+            own(number)
+    assert own(1) == 1

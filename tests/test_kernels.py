@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 import shutil
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,17 +27,17 @@ from toys import toy_mar, toy_models
 
 from cspd import Engine, MARModels, Request, VQModels, kernels, noise
 from cspd.device import Precision
-from cspd.discrete.runner import compiled_layers
+from cspd.graphs import compiled
 from cspd.heads import calibrated, chain
 from cspd.heads.calibrated import Segment
 from cspd.heads.speculative import PASSES, Chains
-from cspd.heads.verify import compiled_move
 from mar.checkpoint import MARS
 from mar.head import Head, filled
 
 pytest.importorskip("triton", ".".join(map(str, kernels.TRITON)), reason="no Triton, or one that is too old")
 
 from launches import noted, pretended_h100, resources
+from triton.runtime.jit import JITFunction
 
 from cspd.kernels import head as kernels_head
 from cspd.kernels import philox, speculative
@@ -53,26 +55,98 @@ def test_interpreted_kernels_agree_with_pytorch():
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
 
 
+def draw_zeros(kernel, out, *arguments, **named):
+    """Computes what the kernel of `kernels._run_one` computes."""
+    out.copy_(torch.tensor([kernels.OF_ZEROS]))
+
+
+def fail(error):
+    def run(*arguments, **named):
+        raise error
+
+    return run
+
+
 @pytest.fixture
 def gpu(monkeypatch):
-    """Pretends that there is a GPU of a compute capability."""
+    """Pretends that there is a GPU of a compute capability, and a driver that runs kernels."""
+    with standin.cuda(), monkeypatch.context() as patch:
 
-    def pretend(*capability):
-        kernels._supported.cache_clear()
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        def pretend(*capability, run=draw_zeros):
+            kernels._supported.cache_clear()
+            patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+            patch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
+            patch.setattr(JITFunction, "run", run)
+            return patch
 
-    yield pretend
+        yield pretend
     kernels._supported.cache_clear()
 
 
-@pytest.mark.parametrize("version, fits", [("3.5.1", False), ("3.6.0", True), ("3.10.0+git1", True), ("4.0", True)])
-def test_kernels_run_on_ampere_and_later_with_a_recent_triton(gpu, monkeypatch, version, fits):
+@pytest.mark.filterwarnings("error")
+def test_kernels_run_on_ampere_and_later(gpu):
     gpu(8, 0)
-    monkeypatch.setattr("triton.__version__", version)
-    assert kernels.available(CUDA) == fits and not kernels.available(torch.device("cpu"))
+    assert kernels.available(CUDA) and not kernels.available(torch.device("cpu"))
     gpu(7, 5)
     assert not kernels.available(CUDA)
+    gpu(9, 0).setattr(torch.version, "hip", "6.4")
+    assert not kernels.available(CUDA)
+
+
+@pytest.mark.parametrize("version, fits", [("3.5.1", False), ("3.6.0", True), ("3.10.0+git1", True), ("4.0", True)])
+def test_kernels_need_a_recent_triton(gpu, version, fits):
+    gpu(8, 0).setattr("triton.__version__", version)
+    with warnings.catch_warnings(record=True) as caught:
+        assert kernels.available(CUDA) == fits
+    assert len(caught) == (not fits)
+
+
+COMPILATION = subprocess.CalledProcessError(1, ["gcc", "main.c"], stderr="Python.h: No such file or directory")
+FAULTS = {
+    "C compiler": fail(RuntimeError("Failed to find C compiler")),
+    "gcc": fail(FileNotFoundError(2, "No such file or directory", "gcc")),
+    "main.c": fail(COMPILATION),
+    "instead of": lambda kernel, out, *arguments, **named: out.copy_(torch.tensor([[1, 2, 3, 4]])),
+}
+
+
+@pytest.mark.parametrize("expected", FAULTS)
+def test_an_engine_computes_without_kernels_that_do_not_run(gpu, expected):
+    """With one warning in a process."""
+    request, own = Request(1, 1, "ar", **MAR), models("MAR")
+    gpu(9, 0, run=FAULTS[expected])
+    with pytest.warns(UserWarning, match=f"{expected}.*{kernels.SWITCH}") as caught:
+        engine = Engine(own, max_batch=1, device="cuda:0", graphs=False)
+        (output,) = engine.generate([request])
+        Engine(own, max_batch=1, device="cuda:0", graphs=False)
+    assert sum(kernels.SWITCH in str(warning.message) for warning in caught) == 1
+    assert output.error is None and output.tokens.isfinite().all()
+
+
+WITHOUT_TRITON = """
+import warnings
+import standin
+import torch
+from cspd import kernels
+
+device = torch.device("cuda", 0)
+with standin.cuda(), warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    torch.cuda.get_device_capability = lambda device: (9, 0)
+    assert not kernels.available(device) and not kernels.available(device)
+(warning,) = caught
+assert kernels.SWITCH in str(warning.message)
+"""
+
+
+@pytest.mark.parametrize("damaged", ["raise ImportError('DLL load failed')", "raise OSError('libcuda.so')", ""])
+def test_a_triton_that_cannot_be_imported(tmp_path, damaged):
+    """In a process of its own, since modules are imported once."""
+    (tmp_path / "triton.py").write_text(damaged)
+    paths = [str(tmp_path), environment()["PYTHONPATH"], str(Path(__file__).parent)]
+    command = [sys.executable, "-c", WITHOUT_TRITON]
+    done = subprocess.run(command, env=environment(PYTHONPATH=os.pathsep.join(paths)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_kernels_can_be_switched_off(gpu, monkeypatch):
@@ -401,8 +475,7 @@ NO_COMPILER = not any(map(shutil.which, ("c++", "g++", "clang++")))
 )
 def backend(request, monkeypatch):
     """The compiler behind torch.compile; nothing is cached from other tests."""
-    compiled_move.cache_clear()
-    compiled_layers.cache_clear()
+    compiled.cache_clear()
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=request.param))
 
@@ -412,8 +485,8 @@ def backend(request, monkeypatch):
 def test_compiled_rounds_agree(small_mar):
     settings = {"num_iter": 4, "num_sampling_steps": 12, "cfg": 2.0, "window": 4}
     requests = [Request(label=i, seed=i, **settings) for i in range(3)]  # 3 to 70 chains: one program for all shapes
-    eager, compiled = (Engine(MARModels(small_mar), max_batch=3, compiled=c).generate(requests) for c in (False, True))
-    for a, b in zip(eager, compiled):
+    eager, fused = (Engine(MARModels(small_mar), max_batch=3, compiled=c).generate(requests) for c in (False, True))
+    for a, b in zip(eager, fused):
         assert relative_error(b.tokens, a.tokens) < 1e-3
         assert a.stats.by_lag == b.stats.by_lag
 
@@ -425,8 +498,8 @@ def test_compiled_layers_agree(method):
     """Slices and indexes of rows and columns, with masks and without, and three models; more than slots."""
     models = VQModels(**toy_models(codes=11, length=16))
     requests = [Request(label=i % 2, seed=i, method=method, cfg=1.0 + i % 2) for i in range(5)]
-    eager, compiled = (Engine(models, max_batch=3, device="cpu", compiled=c) for c in (False, True))
-    for a, b in zip(eager.generate(requests), compiled.generate(requests)):
+    eager, fused = (Engine(models, max_batch=3, device="cpu", compiled=c) for c in (False, True))
+    for a, b in zip(eager.generate(requests), fused.generate(requests)):
         assert torch.equal(a.tokens, b.tokens)
         assert a.stats.backbone_calls == b.stats.backbone_calls
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0  # something was traced

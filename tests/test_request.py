@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import ctypes
 import dataclasses
 import json
 import math
@@ -11,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 import warnings
 from decimal import Decimal
 from fractions import Fraction
@@ -28,7 +31,7 @@ from toys import toy_models
 
 from cspd import Engine, MARModels, Request, VQModels, noise
 from cspd.cli import main
-from cspd.device import Precision, free_bytes, pick_device
+from cspd.device import Precision, free_bytes, peak_bytes, pick_device, precision_of
 from cspd.masked.orders import cosine
 from cspd.masked.runner import MARRunner, bytes_per_slot, check_memory, usual_tokens
 from cspd.method import choose, find, method_names
@@ -218,6 +221,56 @@ def test_no_cuda(model):
     assert pick_device("auto").type == "cpu"
     with pytest.raises(ValueError, match="CUDA"):
         Engine(MARModels(model), device="cuda:0")
+
+
+def test_a_mac_computes_on_its_cpu(model, monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert pick_device("auto").type == "cpu"
+    with pytest.raises(ValueError, match=r"mps.*float64.*cpu"):
+        Engine(MARModels(model), device="mps")
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_old_gpu_warns_of_bfloat16(monkeypatch):
+    """And of nothing else, without Triton's kernels."""
+    with standin.cuda():
+        for capability, emulates in (((7, 5), True), ((8, 0), False)):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+            precision_of("fp32", standin.DEVICE)
+            with pytest.warns(UserWarning, match="bf16") if emulates else contextlib.nullcontext():
+                own = precision_of("bf16", standin.DEVICE)
+            precision_of(own, standin.DEVICE)  # of another engine: no second warning
+        monkeypatch.undo()
+
+
+def test_a_gpu_that_this_torch_was_not_built_for(monkeypatch):
+    with standin.cuda(), monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90a", "compute_120"])
+        with pytest.raises(ValueError, match="cuda:0"):
+            pick_device("cuda:0")
+        with pytest.warns(UserWarning, match="CPU"):
+            assert pick_device("auto").type == "cpu"
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 1))
+        assert pick_device("auto") == standin.DEVICE
+        patch.setattr(torch.cuda, "get_arch_list", lambda: ["gfx90a"])  # of ROCm
+        assert pick_device("auto") == standin.DEVICE
+
+
+def test_memory_of_windows(monkeypatch):
+    """Which has neither /proc nor sysconf; ctypes calls its function."""
+
+    def fill(status):
+        assert status[0] == ctypes.sizeof(status) == 64
+        status[1] = 2**34
+
+    kernel32 = types.SimpleNamespace(GlobalMemoryStatusEx=fill)
+    with monkeypatch.context() as windows:
+        windows.setattr(ctypes, "windll", types.SimpleNamespace(kernel32=kernel32), raising=False)
+        windows.setattr(sys, "platform", "win32")
+        windows.setattr(Path, "exists", lambda path: False)
+        windows.delattr("os.sysconf")
+        found = free_bytes(torch.device("cpu")), peak_bytes(torch.device("cpu"))
+    assert found == (2**34, 0)
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 LAG = 16  # events by which the device is behind: a few rounds
+STREAMS = 32
 
 
 class Timeline:
@@ -62,10 +63,18 @@ class Event:
 
 
 class Stream:
-    """Stands for torch.cuda.Stream; all streams are one."""
+    """Stands for torch.cuda.Stream: 32 of them, handed out in turn. All work is in one order all the same."""
 
     def __init__(self, gpu: Any, device: object = None, priority: int = 0) -> None:
         self._gpu = gpu
+        self.number = gpu.streams % STREAMS
+        gpu.streams += 1
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and self.number == other.number
+
+    def __hash__(self) -> int:
+        return hash(self.number)
 
     def wait_stream(self, stream: Stream) -> None:
         """Everything is in one order already."""
@@ -93,13 +102,28 @@ class Pool:
 
 
 class Graph:
-    """Stands for torch.cuda.CUDAGraph: operations on fixed tensors, run again into the same results."""
+    """Stands for torch.cuda.CUDAGraph: operations on fixed tensors, run again into the same results.
+
+    It writes to the cuBLAS workspace of the stream that it was captured on, which is freed when one graph of this
+    stream is.
+    """
 
     def __init__(self, gpu: Any, keep_graph: bool = False) -> None:
         self._gpu = gpu
         self.operations: list[tuple[Callable, tuple, dict, Any]] = []
 
+    def captured_on(self, stream: Stream) -> Graph:
+        self._workspaces, self._stream = self._gpu.workspaces, stream.number
+        self._workspace = self._workspaces.setdefault(self._stream, object())
+        return self
+
+    def __del__(self) -> None:
+        if hasattr(self, "_workspace"):
+            self._workspaces.pop(self._stream, None)
+
     def replay(self) -> None:
+        if self._workspaces.get(self._stream) is not self._workspace:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         self._gpu.count("graph")
         with _disable_current_modes():
             for operation, args, kwargs, results in self.operations:

@@ -114,6 +114,7 @@ def bench(
         memory += [_memory(engine, requests[0], batch, num) for num in (batch, queued) if num]
 
     rows = []
+    captures = []
     num_timed = sum(len(timed_requests) for _, timed_requests in cases)
     with tqdm(total=len(batches) * num_timed * (runs + 1), unit=" run") as bar:
         for batch, (request, timed_requests) in itertools.product(batches, cases):
@@ -127,6 +128,8 @@ def bench(
                         timed[name].append(result)
                     bar.update()
             rows += [_row(name, batch, request, timed[name], timed["ar"]) for name in timed]
+            if own.graphs.captures:
+                captures.append(f"batch {batch}: {own.graphs.summary()}")
     return {
         "schema": SCHEMA,
         "family": engine.runner.family,
@@ -134,6 +137,7 @@ def bench(
         "runs": runs,
         "rows": rows,
         "memory": memory,
+        "captures": captures,
     }
 
 
@@ -309,6 +313,7 @@ def format_bench(report: dict) -> str:
         settings = f" (K = {peak['num_iter']})" if peak.get("num_iter") else ""
         work = f"{peak['requests']} requests through {peak['slots']} slots{settings}"
         lines.append(f"peak memory, {work}: {peak['peak_bytes'] / 2**20:.0f} MiB")
+    lines += report.get("captures", [])
     return "\n".join(lines)
 
 

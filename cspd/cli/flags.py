@@ -676,7 +676,7 @@ def _add_machine(parser: Parser) -> None:
     group.add_argument("--precision", default="fp32", choices=PRECISIONS, metavar="NAME", help=text)
     text = "compile MAR's speculative rounds and VQ models' layers: half a minute on first use, then faster"
     _rare(group.add_argument("--compile", action="store_true", help=text))
-    text = "capture fixed-shape work as CUDA graphs (default: enabled on CUDA; not available on CPU)"
+    text = "capture fixed-shape work as CUDA graphs (default: enabled on NVIDIA GPUs; not available on CPU)"
     _rare(group.add_argument("--graphs", action=argparse.BooleanOptionalAction, help=text))
     text = "CPU threads (default: torch's)"
     _rare(group.add_argument("--threads", type=whole(1, MOST_THREADS), metavar="N", help=text))

@@ -456,6 +456,7 @@ def _mar_time(settings: Settings, setting: Setting, name: str) -> dict[str, Any]
         begins = starts(request, engine.runner.seq_len, committed)
 
     found = setting._asdict() | _time(name, seconds, begins, setting.batch, settings.device)
+    found["captures"] = list(engine.graphs.captures)
     if chains:
         config = settings.scale.mars[setting.size]
         size = NUMBER_BYTES[setting.precision]
@@ -531,6 +532,7 @@ def _vq_time(settings: Settings, size: str, batch: int, name: str) -> dict[str, 
     seconds, committed = seconds_a_round(engine, request, settings.scale.rounds)
     begins = starts(request, engine.runner.seq_len, committed)
     about = {"size": size, "batch": batch, "precision": VQ_PRECISION, "mode": mode, "tokens_a_round": committed}
+    about["captures"] = list(engine.graphs.captures)
     return about | _time(name, seconds, begins, batch, settings.device)
 
 

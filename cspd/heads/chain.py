@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Several
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cspd import kernels
-from cspd.device import Precision, send, send_integers
+from cspd.device import Precision, all_bytes, send, send_integers
 from cspd.method import ModelRunner, as_it_is, nothing_more
 from cspd.option import Option, check_integer
 from cspd.request import Request, Sequence, Stopwatch
@@ -244,11 +243,7 @@ def modulation_size(head: Head) -> int:
 
 def most_bytes(device: torch.device) -> int:
     """The most bytes that a table of modulations may take."""
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(TABLE_SHARE * memory)
+    return int(TABLE_SHARE * all_bytes(device))
 
 
 def table_bytes(device: torch.device) -> int:

@@ -2,25 +2,33 @@
 
 They pay where launching kernels takes most of the time. PyTorch's own operations are the reference, and run on every
 device for which `available` is False. CSPD_KERNELS=0 in the environment turns all kernels off.
+
+Triton compiles a part of its own with the machine's C compiler and Python's headers, at the first launch. So an import
+proves nothing: a kernel is run on each device before it is used there.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
+import warnings
 
 import torch
 
+from cspd.terminal import first_line
 from mar.head import Head
 
 SWITCH = "CSPD_KERNELS"
 CAPABILITY = (8, 0)  # Ampere, the first with bfloat16
 TRITON = (3, 6)  # the oldest version that compiled them; before 3.3 no kernel takes tuples
+# what Philox4x32-10 makes of a counter and a key of zeros (Salmon et al. 2011, known answers of Random123)
+OF_ZEROS = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
 def available(device: torch.device) -> bool:
-    """Whether the kernels run on a device: CUDA of compute capability 8.0 or above, with Triton, not switched off.
+    """Whether the kernels run on a device: NVIDIA's of compute capability 8.0 or above, with Triton, not switched off.
+
+    The first question about a device runs a kernel there. If that fails, it warns and the answer stays False.
 
     Raises:
         ValueError: CSPD_KERNELS is neither 0 nor 1.
@@ -46,9 +54,33 @@ def _wanted() -> bool:
 
 @functools.cache
 def _supported(device: torch.device) -> bool:
-    if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():
+    if not torch.cuda.is_available() or torch.version.hip is not None:
         return False
+    if torch.cuda.get_device_capability(device) < CAPABILITY:
+        return False
+    try:
+        _run_one(device)
+    except Exception as error:  # of an import, a compiler or a driver
+        oldest = ".".join(map(str, TRITON))
+        warnings.warn(
+            f"Triton kernels do not run on {device}, so PyTorch's operations run instead, which is slower"
+            f" ({first_line(error)}): install Triton {oldest} or later (on Windows triton-windows), a C compiler (gcc)"
+            f" and Python's headers (python3-dev); or set {SWITCH}=0",
+            stacklevel=3,
+        )
+        return False
+    return True
+
+
+def _run_one(device: torch.device) -> None:
+    """Runs a small kernel. Raises whatever Triton raises, or RuntimeError if Triton is too old or computes rubbish."""
     import triton
 
-    version = tuple(map(int, triton.__version__.split(".")[:2]))
-    return version >= TRITON and torch.cuda.get_device_capability(device) >= CAPABILITY
+    if tuple(map(int, triton.__version__.split(".")[:2])) < TRITON:
+        raise RuntimeError(f"this is Triton {triton.__version__}")
+    from cspd.kernels.philox import draw
+
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    drawn = draw("bits", zero, 0, zero, 0, 0, len(OF_ZEROS), 0).tolist()
+    if drawn != [OF_ZEROS]:
+        raise RuntimeError(f"a kernel drew {drawn} instead of {[OF_ZEROS]}")
