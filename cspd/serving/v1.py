@@ -216,8 +216,8 @@ def requests_of(asked: Generation, model: dict) -> list[Request]:
     seed = secrets.randbelow(SEEDS) if asked.seed in (None, "") else typed(asked.seed)
     num = asked.n or 1
     if not model["classes"]:
-        return requests_with_seeds(None, [asked.prompt] * num, seed, method, more)
-    return requests_with_seeds([label_of(asked.prompt)] * num, None, seed, method, more)
+        return requests_with_seeds(None, asked.prompt, seed, num, method, more)
+    return requests_with_seeds(label_of(asked.prompt), None, seed, num, method, more)
 
 
 def _known(asked: Edit) -> Inpainting:
