@@ -7,7 +7,6 @@ import gc
 import json
 import multiprocessing
 import signal
-import tempfile
 import time
 import traceback
 import warnings
@@ -178,11 +177,8 @@ def run_cases(
 
     end = time.monotonic() + 60 * minutes
     form = "{desc}{percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
-    with (
-        tempfile.TemporaryDirectory(prefix="cspd-gpu-check-") as cache,
-        tqdm(total=len(parts), bar_format=form, disable=not progress) as bar,
-    ):
-        settings = Settings(device, TINY if tiny else FULL, Path(cache))
+    settings = Settings(device, TINY if tiny else FULL)
+    with tqdm(total=len(parts), bar_format=form, disable=not progress) as bar:
         for i, part in enumerate(parts):
             bar.set_description(part.name)
             # what the parts before it have left is divided by the shares of the others
