@@ -43,8 +43,10 @@ from cspd.gpu_check.measure import (
 from cspd.gpu_check.run import Cases, Part
 from cspd.gpu_check.sizes import MODES, STEPS, Setting, Settings
 from cspd.graphs import Graphs
+from cspd.heads.calibrated import HEAD_CALLS
 from cspd.heads.calibration import WINDOWS, Calibration
 from cspd.heads.tuning import measure
+from cspd.masked.backbones import kind
 from cspd.masked.family import MARModels
 from cspd.method import METHODS, PUBLISHED, find, parse_method
 from cspd.option import BUNDLED, COMMON
@@ -481,7 +483,7 @@ def _mar_time(settings: Settings, setting: Setting, name: str) -> dict[str, Any]
         noise = head_calls(calls, settings.device)
         chains = {"steps": STEPS, "calls": float(calls.mean()) - 1, "width": request.window}
     elif request.method == "calibrated":
-        chains = {"steps": request.head_calls, "calls": request.head_calls, "branches": 1.5}
+        chains = {"steps": HEAD_CALLS, "calls": HEAD_CALLS, "branches": 1.5}
     elif request.method == "cspd":
         noise = accepted_share(ACCEPTANCE)
 
@@ -496,7 +498,7 @@ def _mar_time(settings: Settings, setting: Setting, name: str) -> dict[str, Any]
         timed = [(published_timing(engine, request, begins), begins)]
     elif request.method == "lazymar":
         # most of its iterations compute a part of the transformer: as if all did, and as if none did
-        is_full = np.array([evaluates_all(request, iteration) for iteration in range(request.num_iter)])
+        is_full = np.array([kind(request, iteration) != "lazy" for iteration in range(request.num_iter)])
         full = timed_rounds(engine, request.but(refresh=1), num)
         lazy = timed_rounds(engine, request.but(warmup=0, refresh=request.num_iter), num)
         timed = [(full, begins[is_full]), (lazy, begins[~is_full])]

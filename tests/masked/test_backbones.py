@@ -40,7 +40,7 @@ def test_the_iterations_that_are_full():
     assert [i for i, name in enumerate(kinds) if name != "lazy"] == [0, 1, 2, 3, 4, 5, 14, 23, 32, 41, 50, 59]
     assert kinds[:6] == ["full"] * 5 + ["refresh"] and kinds[14] == "refresh"
     last = Sequence(sequence.request.but(num_iter=15), 0, iteration=14)
-    assert kind(last) == "full"
+    assert kind(last.request, last.iteration) == "full"
 
 
 @pytest.mark.parametrize("settings", [{"refresh": 1}, {"warmup": 16}, {"num_iter": 2}])
