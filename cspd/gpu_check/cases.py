@@ -43,16 +43,20 @@ from cspd.gpu_check.measure import (
 from cspd.gpu_check.run import Cases, Part
 from cspd.gpu_check.sizes import MODES, STEPS, Setting, Settings
 from cspd.graphs import Graphs
+from cspd.heads import calibrated, chain
 from cspd.heads.calibrated import HEAD_CALLS
-from cspd.heads.calibration import WINDOWS, Calibration
+from cspd.heads.calibration import WINDOWS, Calibration, draft_table
+from cspd.heads.speculative import Chains
 from cspd.heads.tuning import measure
 from cspd.masked.backbones import kind
 from cspd.masked.family import MARModels
 from cspd.method import METHODS, PUBLISHED, find, parse_method
+from cspd.noise import Purpose
 from cspd.option import BUNDLED, COMMON
 from cspd.request import Request
 from cspd.speed import batch_at, iteration_at, starts
 from cspd.terminal import __version__
+from mar.head import Head
 from mar.model import MAR
 
 CPU = torch.device("cpu")
@@ -344,47 +348,95 @@ def _image_cases(settings: Settings, names: list[tuple[str, str]], mode: str, pr
 
 # A first look, of a minute: does everything that a run needs work at all?
 
+ROUNDING = 1e-4  # absolute, of normals; of tokens, relative to the largest
+
 
 def smoke_cases(settings: Settings) -> Cases:
-    """MAR first in fp32, whose images are compared most strictly."""
-    mode = usual_mode(settings)
-    found: Cases = {"random bits": lambda: _random_bits(settings.device)}
+    """The kernels first, which are compiled when they are launched; then images, in fp32 before bf16."""
+    found: Cases = {}
     if settings.cuda:
-        found["CUDA graph"] = lambda: _captured(settings.device)
+        found["draws"] = lambda: _draws(settings.device)
+        for work in (ar_tokens, calibrated_tokens, speculative_tokens):
+            found[work.__name__.replace("_", " ")] = functools.partial(_same_tokens, settings.device, work)
+        found["graph"] = lambda: _captured(settings.device)
     for precision in ("fp32", "bf16"):
-        found |= _image_cases(settings, SMOKE, mode, precision)
+        found |= _image_cases(settings, SMOKE, usual_mode(settings), precision)
     return found
 
 
-ROUNDING = 1e-4  # of normals, absolute
-
-
-def _random_bits(device: torch.device) -> dict[str, Any]:
-    """Compares the draws of chains with those of a CPU: uniform ones bit for bit, and normals, which are rounded."""
-    if device == CPU:
-        return {"skipped": "the device is the CPU that it would be compared with"}
+def _draws(device: torch.device) -> dict[str, Any]:
+    """Compares draws of every kind with those of a CPU: uniform ones bit for bit, and normals, which are rounded."""
     drawn = []
     for each in (CPU, device):
         seed = torch.tensor([0, 1, 2**31, 2**40 + 7, 2**63 - 1], device=each)
         position = torch.arange(len(seed), device=each)
         x, eps_t, uniform = philox_noise.chain(seed, position, 100, 16)
-        normals = torch.cat([x.flatten(), eps_t.flatten()])
-        drawn.append((uniform.cpu(), normals.cpu()))
-    (uniform, normals), (own_uniform, own_normals) = drawn
-    same = torch.equal(uniform, own_uniform)
-    difference = (normals - own_normals).abs()
-    error = difference.max().item()
+        normals = [x, eps_t, philox_noise.latents(seed, position, 16)]
+        others = [
+            uniform,
+            philox_noise.step_accept_uniforms(seed, position, 100),
+            philox_noise.fine_uniform(seed, Purpose.CODE, position),
+            philox_noise.order(seed, 64),
+        ]
+        drawn.append([torch.cat([draws.flatten().double().cpu() for draws in kind]) for kind in (normals, others)])
+    (normals, others), (own_normals, own_others) = drawn
+    same = torch.equal(others, own_others)
+    error = (normals - own_normals).abs().max().item()
     return {"same_bits": same, "largest_error": error, "passed": same and error < ROUNDING}
 
 
+def _inputs(device: torch.device) -> tuple[Head, Tensor, Tensor, Tensor]:
+    """The bundled model's head; conditions z [2, 3, D]; scales or temperatures [3, 1]; seeds or positions [3]."""
+    head = bundled("MAR", 1, device).runner.target.head
+    z = torch.randn(2, 3, head.cond_embed.in_features, generator=torch.Generator().manual_seed(0))
+    return head, z.to(device), torch.ones(3, 1, device=device), torch.arange(3, device=device)
+
+
+def ar_tokens(device: torch.device) -> Tensor:
+    """A full chain of a few steps."""
+    head, z, ones, numbers = _inputs(device)
+    draw = chain.drawing(head, philox_noise, 6, Precision("fp32", device), first_timestep=950)
+    return draw(z, ones, ones, numbers, numbers)
+
+
+def calibrated_tokens(device: torch.device) -> Tensor:
+    head, z, ones, numbers = _inputs(device)
+    engine = bundled("MAR", 1, device)
+    request = engine.resolve(Request(0, method="calibrated"))
+    segments = engine.runner.tuning.calibrations["target"].segments(request)
+    draw = calibrated.drawing(head, philox_noise, segments, STEPS, Precision("fp32", device))
+    return draw(z, ones, ones, numbers, numbers)
+
+
+def speculative_tokens(device: torch.device) -> Tensor:
+    head, z, ones, numbers = _inputs(device)
+    fitted = bundled_calibration(device)
+    table = torch.from_numpy(draft_table(fitted.coefficients, fitted.drift, STEPS, 8, 1.0)).to(device)
+    chains = Chains(head, table, Precision("fp32", device), philox_noise)
+    chains.start(range(3), numbers, numbers, numbers, z, ones, ones)
+    tokens = torch.zeros(3, head.channels, device=device)
+    while chains.owners:
+        finished = chains.advance()
+        if finished:
+            tokens[finished.row] = finished.tokens
+    return tokens
+
+
+def _same_tokens(device: torch.device, work: Callable[[torch.device], Tensor]) -> dict[str, Any]:
+    """Compares the tokens of some work with those of a CPU."""
+    with torch.inference_mode():
+        tokens, expected = work(device).cpu(), work(CPU)
+    error = ((tokens - expected).abs().max() / expected.abs().max()).item()
+    return {"largest_error": error, "passed": error < ROUNDING}
+
+
 def _captured(device: torch.device) -> dict[str, Any]:
-    """Captures a product of matrices as a graph, and replays it with other matrices; a failed capture is a warning."""
-    graphs = Graphs(device, enabled=True)
-    matrices = torch.randn(2, 64, 64, device=device)
+    """Captures a small function as a graph, and replays it with another input; a failed capture is a warning."""
+    graphs = Graphs(device)
     passed = True
-    for a in matrices:
-        product = graphs.run("product", lambda x: torch.softmax(x @ x, dim=1), a)
-        passed &= torch.allclose(product, torch.softmax(a @ a, dim=1), atol=ROUNDING)
+    for x in torch.randn(2, 64, 64, device=device):
+        results = graphs.run("softmax", lambda x: torch.softmax(x @ x, dim=1), x)
+        passed &= torch.allclose(results, torch.softmax(x @ x, dim=1), atol=ROUNDING)
     return {"capture_s": graphs.seconds, "passed": passed}
 
 
