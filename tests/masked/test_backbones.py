@@ -35,12 +35,11 @@ def tensors_of(caches):
 
 def test_the_iterations_that_are_full():
     """LazyMAR's: the first five, and every ninth after them. The cache is filled only if a lazy iteration reads it."""
-    sequence = Sequence(Request(0, num_iter=64, warmup=5, refresh=9), 0)
-    kinds = [kind(sequence) for sequence.iteration in range(64)]
+    request = Request(0, num_iter=64, warmup=5, refresh=9)
+    kinds = [kind(request, iteration) for iteration in range(64)]
     assert [i for i, name in enumerate(kinds) if name != "lazy"] == [0, 1, 2, 3, 4, 5, 14, 23, 32, 41, 50, 59]
     assert kinds[:6] == ["full"] * 5 + ["refresh"] and kinds[14] == "refresh"
-    last = Sequence(sequence.request.but(num_iter=15), 0, iteration=14)
-    assert kind(last.request, last.iteration) == "full"
+    assert kind(request.but(num_iter=15), 14) == "full"
 
 
 @pytest.mark.parametrize("settings", [{"refresh": 1}, {"warmup": 16}, {"num_iter": 2}])
