@@ -13,7 +13,6 @@ from lazy import KEY, QUICK, engine, started, toy_model  # noqa: F401 - fixtures
 from cspd import Request
 from cspd import device as cspd_device
 from cspd.masked.backbones import Caches, bytes_per_slot, conditions, kind, planned
-from cspd.request import Sequence
 
 
 def tokens_of(model, requests, max_batch=3):
