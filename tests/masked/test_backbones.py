@@ -60,7 +60,7 @@ def test_refreshes_are_full_and_lazy_ones_near(cfg, reuse_null, model):
         for step in range(8):
             batch = everyone[: step + 1]
             rows = runner.next_rows(batch)
-            kinds = [kind(sequence) for sequence in batch]
+            kinds = [kind(sequence.request, sequence.iteration) for sequence in batch]
             kinds_together.add(len(set(kinds)))
             z, full = conditions(runner, batch, rows), runner.conditions(batch, rows)
             assert z.shape == full.shape and z.dtype == torch.float32
@@ -91,7 +91,7 @@ def test_the_distance_of_the_unconditional_branch_is_reused(model):
             hidden.clear()
             for _ in range(3):
                 rows = runner.next_rows(batch)
-                assert {kind(sequence) for sequence in batch} == {"lazy"}
+                assert {kind(sequence.request, sequence.iteration) for sequence in batch} == {"lazy"}
                 z = conditions(runner, batch, rows)
                 conditional, unconditional = hidden.pop()[:, rows.sequence, rows.offset]
                 assert relative_error(unconditional - conditional, expected[rows.sequence, rows.position]) < 1e-4
