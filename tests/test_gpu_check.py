@@ -14,15 +14,20 @@ from pathlib import Path
 import gpu_costs
 import numpy as np
 import pytest
+import standin
 import torch
 from faults import begun, check, part
+from safetensors import safe_open
 
 from cspd.cli import main
+from cspd.device import check_fits
 from cspd.gpu_check import cases, measure
 from cspd.gpu_check.cases import PARTS, engine_of, random_gpt, random_mar
 from cspd.gpu_check.measure import WAITS, product, waits
-from cspd.gpu_check.run import NO_GRAPH, failures, format_check, read_report, tried
-from cspd.gpu_check.sizes import TINY, Settings
+from cspd.gpu_check.run import NO_GRAPH, SCHEMA, failures, format_check, read_report, tried
+from cspd.gpu_check.sizes import FULL, TINY, Settings
+from cspd.graphs import Graphs
+from cspd.method import METHODS
 from cspd.request import Request
 from cspd.speed import batch_at, starts
 from mar import model as mar_model
@@ -33,8 +38,8 @@ LIMIT = 3.0  # seconds of a case
 
 
 @pytest.fixture
-def settings(tmp_path):
-    return Settings(CPU, TINY, tmp_path)
+def settings():
+    return Settings(CPU, TINY)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
@@ -105,7 +110,7 @@ def test_a_round_that_could_not_be_captured_has_failed():
 
 @pytest.mark.parametrize(
     "content",
-    ["{}", "nonsense", "[]", '{"schema": "cspd.gpu-check/1", "scale": "full", "device": "H100", "parts": {}}'],
+    ["{}", "nonsense", "[]", '{"schema": "cspd.gpu-check/2", "scale": "full", "device": "H100", "parts": {}}'],
 )
 def test_another_file_is_not_overwritten(tmp_path, content, capsys):
     out = tmp_path / "gpu.json"
@@ -122,28 +127,88 @@ def test_official_sizes_want_a_gpu(tmp_path, capsys):
 def test_a_first_run_asks_the_most_important_questions_first():
     """Does it work, is it right, how fast is it by default, all else."""
     names = [part.name for part in PARTS]
-    assert names[:6] == ["machine", "smoke", "correctness", "distributions", "MAR times", "VQ times"]
+    assert names[:4] == ["machine", "smoke", "correctness", "MAR times"] and names[-1] == "compiled"
+    assert sum(part.share for part in PARTS) == pytest.approx(1)
 
 
-def test_a_cpu_is_not_compared_with_itself(settings):
-    assert "skipped" in cases.correctness_cases(settings)["MAR speculative: as on a CPU"]()
-    assert "skipped" in cases.smoke_cases(settings)["random bits"]()
+def test_the_time_limit_cuts_the_least_important_times(monkeypatch):
+    """Every size at batch 8 and 64 comes first, and each cell has all samplers, in the default mode."""
+    monkeypatch.setattr(Settings, "cuda", True)
+    timed = [*cases.mar_time_cases(Settings(CPU, FULL))]
+    cells = [title.partition(", K")[0] for title in timed[::5]]
+    first = [f"{size}, batch {batch}" for size in "BHL" for batch in (8, 64)]
+    assert cells == [*first, *(f"{size}, batch {batch}" for batch in (1, 256) for size in "BHL")]
+    samplers = ["published", "ar", "calibrated", "speculative:window=12", "lazymar:denoiser=calibrated"]
+    assert [title.partition(": ")[2] for title in timed] == samplers * len(cells)
+    assert [title.partition(": ")[0].endswith("bf16, graphs") for title in timed[1:5]] == [True] * 4
 
 
-def test_images_that_differ_are_found(settings):
-    """Of two images with other seeds both have changed; a mode is compared with itself here."""
-    requests = cases.requests(settings, "MAR", "calibrated")
-    engine = engine_of(settings, random_mar(settings, "B"), 2)
-    ours, again = engine.generate(requests), engine.generate(requests)
-    others = engine.generate([request.but(seed=9 + request.seed) for request in requests])
-    assert cases.compared(ours, again) == {"flipped": 0, "rms_error": 0, "changed_images": 0, "passed": True}
-    found = cases.compared(ours, others)
-    assert found["changed_images"] == 1 and not found["passed"]
+QUICK = [("MAR", "ar"), ("MAR", "lazymar:denoiser=calibrated"), ("VQ", "sd")]
+
+
+@pytest.mark.parametrize(
+    "family, name",
+    [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in cases.CHECKED],
+)
+def test_the_file_has_the_images_of_a_cpu(family, name):
+    """If it fails after a change that is meant to change images: `python scripts/record_images.py`."""
+    found = cases.compared(cases.generated(family, name, CPU), cases.recorded(family, name))
+    assert found["passed"], found
+
+
+def test_the_file_is_small_and_has_every_method():
+    with safe_open(cases.RECORD, "pt") as file:
+        names = {name.rpartition(" ")[0] for name in file.keys()}
+    assert names == {f"{family} {name}" for family, name in cases.CHECKED}
+    methods = {(family, name.partition(":")[0]) for family, name in cases.CHECKED}
+    assert methods == {(method.family, method.name) for method in METHODS}
+    assert cases.RECORD.stat().st_size < 2**20 and set(cases.SMOKE) <= set(cases.CHECKED)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family, name", [("MAR", "calibrated"), ("VQ", "ar")])
+def test_images_that_differ_are_found(family, name, precision):
+    """Those of other seeds, also by the rules for bf16."""
+    expected = cases.recorded(family, name)
+    assert cases.compared(expected, expected, precision)["passed"]
+    others = {kind: images.roll(1, 0) for kind, images in expected.items()}
+    assert not cases.compared(others, expected, precision)["passed"]
+
+
+@pytest.mark.parametrize("family, name", [("MAR", "calibrated"), ("VQ", "ar")])
+def test_images_in_bf16_are_near(family, name):
+    found = cases.compared(cases.generated(family, name, CPU, precision="bf16"), cases.recorded(family, name), "bf16")
+    assert found["passed"], found
+
+
+ON_CUDA = ["draws", "graph", "VQ ar, graphs, fp32"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *ON_CUDA,
+        *(pytest.param(f"{each} tokens", marks=pytest.mark.slow) for each in ("ar", "calibrated", "speculative")),
+    ],
+)
+def test_the_smoke_stage_passes_on_a_stand_in_for_cuda(name):
+    with standin.cuda():
+        try:
+            found = cases.smoke_cases(Settings(standin.DEVICE, TINY))[name]()
+        finally:
+            cases.bundled.cache_clear()  # models of the stand-in end with it
+            cases.bundled_calibration.cache_clear()
+    assert found["passed"], found
+
+
+def test_too_little_memory_is_not_an_error():
+    found = tried(lambda: check_fits(2**60, 1, "", "take less", CPU), CPU)
+    assert "skipped" in found and "error" not in found
 
 
 def test_times_are_printed_as_ratios():
     """To the published sampler at the same setting, and to the larger of operations and bytes at full speed."""
-    common = {"size": "B", "batch": 8, "num_iter": 64, "precision": "bf16", "peak_bytes": 2**30}
+    common = {"size": "B", "batch": 8, "num_iter": 64, "precision": "bf16", "peak_bytes": 2**30, "timed_rounds": 4}
     times = {
         "base": common | {"method": "published", "ms": 80.0, "flops": 1e12, "bytes": 1e9},
         "ours": common | {"method": "ar", "ms": 20.0, "flops": 1e12, "bytes": 1e9},
@@ -152,11 +217,64 @@ def test_times_are_printed_as_ratios():
     }
     machine = {"copy": {"gb_per_s": 1000.0}, "matmul bf16": {"tflop_per_s": 100.0}}
     report = {"device": "H100", "scale": "full", "parts": {"machine": machine, "MAR times": times}}
-    lines = [line.split() for line in format_check(report).splitlines() if line.startswith("MAR times, ")]
+    shown = format_check(report)
+    lines = [line.split() for line in shown.splitlines() if line.startswith("MAR times, ")]
     rows = {line[2]: line[3:] for line in lines}
     assert rows["ours"] == ["20.00", "4.00", "2.0", "1.0"] and rows["base"][2] == "8.0"
     assert rows["other"] == ["20.00", "5.0", "1.0"]  # no baseline at this batch
     assert rows["unknown"] == ["40.00", "2.00", "1.0"]  # no count of its work
+    (row,) = (line for line in shown.splitlines() if line.startswith("B ") and " 8 " in line)  # in the summary
+    assert row.split()[2:] == ["80.0", "(1.0x)", "20.0", "(4.0x)", "40.0", "(2.0x)"]
+
+
+def test_the_summary_says_whether_it_is_right_and_what_is_missing(tmp_path, capsys):
+    passed, failed, left_out = {"passed": True}, {"passed": False}, {"left_out": "no time"}
+    report = {"schema": SCHEMA, "device": "H100", "scale": "full", "parts": {"smoke": {"one": passed, "two": passed}}}
+
+    def summary(**parts):
+        out = tmp_path / "gpu.json"
+        out.write_text(json.dumps(report | {"parts": report["parts"] | parts}))
+        status = main(["gpu-check", "--show", str(out)])
+        return status, [line for line in capsys.readouterr().out.splitlines() if line][-2:]
+
+    assert summary() == (0, ["smoke, two  passed", "right: 2 checks passed, and nothing failed"])
+    status, (right, missing) = summary(times={"one": left_out, "two": left_out})
+    assert status == 0 and right.startswith("right so far: 2 ") and "2 of times" in missing
+    status, (wrong, lost) = summary(smoke={"one": failed, "two": {"lost": "it crashed"}})
+    assert status == 1 and wrong == "not right: 1 failed: smoke, one" and lost.endswith("smoke, two")
+
+
+def test_lazymar_is_timed_by_its_full_and_its_lazy_iterations(settings):
+    """Of 8 iterations the warm-up's five and the refresh after it are full, and two are lazy."""
+    setting = TINY.settings[0]._replace(mode="eager")
+    found = cases._mar_time(settings, setting, "lazymar:denoiser=calibrated")
+    full, lazy = ({int(known): ms for known, ms in each.items()} for each in found["round_ms"])
+    begins = starts(Request(0, num_iter=8), 64)
+    expected = np.interp(begins[:6], [*full], [*full.values()]).sum()
+    expected += np.interp(begins[6:], [*lazy], [*lazy.values()]).sum()
+    assert found["rounds"] == 8 and found["ms"] == pytest.approx(expected / setting.batch)
+
+
+def test_a_captured_graph_takes_no_time_of_a_round(settings):
+    """Some of the timed rounds have a new shape, which is captured."""
+
+    def capture(trials, function):
+        time.sleep(0.3)
+        return function(), function
+
+    engine = engine_of(settings, random_mar(settings, "B"), 2)
+    engine.graphs = engine.runner.graphs = Graphs(CPU, enabled=True, capture=capture)
+    request = engine.resolve(Request(0, method="ar", num_iter=8, num_sampling_steps=4, first_timestep=950))
+    timing = measure.timed_rounds(engine, request, 1)
+    assert engine.graphs.seconds > 0.6 and max(timing.seconds.values()) < 0.3
+
+
+def test_of_long_rounds_one_is_timed(settings, monkeypatch):
+    monkeypatch.setattr(measure, "LONG", 0.0)
+    engine = engine_of(settings, random_mar(settings, "B"), 2)
+    request = engine.resolve(Request(0, method="ar", num_iter=32, num_sampling_steps=4, first_timestep=950))
+    timing = measure.timed_rounds(engine, request, 3)
+    assert timing.num == len(timing.seconds) == len(measure.SHARES)
 
 
 def test_chains_take_the_head_calls_that_are_replayed(settings):

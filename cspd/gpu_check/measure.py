@@ -24,7 +24,7 @@ from cspd.engine import Engine
 from cspd.masked.orders import cosine
 from cspd.noise import Purpose
 from cspd.request import Request, Sequence
-from cspd.speed import batch_at
+from cspd.speed import Batch, batch_at
 from mar.model import MARConfig
 
 # Acceptance of trained models, replayed for models with random weights.
@@ -196,34 +196,53 @@ def mar_image(
 
 SHARES = (0.0, 0.25, 0.5, 0.75)  # of an image's tokens that are committed before the timed rounds
 WARM_UPS = 2  # rounds before each of them: a first one may compile kernels and capture graphs
+LONG = 0.1  # seconds of a round of which one is timed, not several: noise matters only in short times
 
 
-def seconds_a_round(engine: Engine, request: Request, num: int) -> tuple[dict[int, float], float]:
-    """Seconds of a round of all slots, by tokens committed before it, and tokens that a sequence commits in a round.
+class Timing(NamedTuple):
+    """Seconds of a round by tokens committed before it, the number of timed rounds, and tokens that each committed."""
+
+    seconds: dict[int, float]
+    num: int
+    committed: float = 0.0
+
+
+def timed_rounds(engine: Engine, request: Request, num: int) -> Timing:
+    """The time of a round of all slots: at each moment the median of `num` rounds, or one if a round takes long.
 
     Sequences of `speculative` are at different iterations; a round then counts as an iteration of one of them. The
-    median of `num` rounds is taken, since in some a graph may be captured.
+    seconds in which a graph is captured do not count.
     """
     seconds = {}
+    num_timed = 0
     committed = []
     for share in SHARES:
         batch = batch_at(engine, request, int(share * engine.runner.seq_len))
         sequences = list(batch.sequences)
         known = sequences[0].num_committed
+        spent = 0.0
         for _ in range(WARM_UPS):
-            batch.round()
+            spent = _round_seconds(engine, batch)
         own = []
-        for _ in range(num):
+        for _ in range(num if spent < LONG else 1):
             before = _progress(sequences)
-            spent = seconds_of(batch.round, engine.device)
+            spent = _round_seconds(engine, batch)
             rounds, tokens = _progress(sequences) - before
             if rounds:  # an image that was almost finished has no rounds left
                 own.append(spent * len(sequences) / rounds)
                 committed.append(tokens / rounds)
         if own:
             seconds[known] = statistics.median(own)
+            num_timed += len(own)
     engine.runner.clear()
-    return seconds, statistics.mean(committed)
+    return Timing(seconds, num_timed, statistics.mean(committed))
+
+
+def _round_seconds(engine: Engine, batch: Batch) -> float:
+    """Seconds of a round, without those of capturing graphs."""
+    captured = engine.graphs.seconds
+    spent = seconds_of(batch.round, engine.device)
+    return spent - (engine.graphs.seconds - captured)
 
 
 def _progress(sequences: list[Sequence]) -> np.ndarray:
@@ -232,10 +251,10 @@ def _progress(sequences: list[Sequence]) -> np.ndarray:
     return np.array(begun).sum(axis=0)
 
 
-def image_ms(seconds: dict[int, float], starts: np.ndarray, batch: int) -> float:
-    """Milliseconds of an image of a batch: its rounds, at `starts` committed tokens, interpolated between the timed."""
-    moments = list(seconds)
-    each = np.interp(starts, moments, [seconds[moment] for moment in moments])
+def image_ms(timing: Timing, begins: np.ndarray, batch: int) -> float:
+    """Milliseconds of an image of a batch: rounds that begin at these committed tokens, interpolated between timed."""
+    moments = list(timing.seconds)
+    each = np.interp(begins, moments, [timing.seconds[moment] for moment in moments])
     return 1000 * float(each.sum()) / batch
 
 

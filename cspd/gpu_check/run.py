@@ -7,11 +7,11 @@ import gc
 import json
 import multiprocessing
 import signal
-import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,6 +53,7 @@ START_SECONDS = 300.0  # for a process to import everything
 CASE_SECONDS = 120.0
 GRACE_SECONDS = 5.0  # for a process that has no more cases
 NO_GRAPH = "no CUDA graph of"  # in the warning of `cspd.graphs`
+NO_ROOM = "GiB free"  # in the error of `cspd.device.check_fits`
 
 
 class Worker:
@@ -124,10 +125,10 @@ def tried(case: Case, device: torch.device) -> dict[str, Any]:
         try:
             found = case()
             synchronize(device)  # an error inside a kernel is raised here, and not in the next case
-        except torch.OutOfMemoryError as error:
-            found = {"skipped": f"too little memory: {error}".partition("\n")[0]}
-        except Exception:
+        except Exception as error:
             found = {"error": traceback.format_exc()}
+            if isinstance(error, torch.OutOfMemoryError) or NO_ROOM in str(error):
+                found = {"skipped": f"too little memory: {error}".partition("\n")[0]}
     found["seconds"] = time.monotonic() - start
     texts = [str(warning.message) for warning in warned]
     found["warnings"] = list(dict.fromkeys(texts))  # each once
@@ -141,7 +142,7 @@ def tried(case: Case, device: torch.device) -> dict[str, Any]:
 
 # The parts one after another, and the report.
 
-SCHEMA = "cspd.gpu-check/1"
+SCHEMA = "cspd.gpu-check/2"
 LEFT_OUT, STARTED = "left_out", "started"
 NO_TIME = "its part's share of the time was over: the same command runs it"
 REMEDY = "give another --out, or --overwrite"
@@ -178,11 +179,8 @@ def run_cases(
 
     end = time.monotonic() + 60 * minutes
     form = "{desc}{percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
-    with (
-        tempfile.TemporaryDirectory(prefix="cspd-gpu-check-") as cache,
-        tqdm(total=len(parts), bar_format=form, disable=not progress) as bar,
-    ):
-        settings = Settings(device, TINY if tiny else FULL, Path(cache))
+    settings = Settings(device, TINY if tiny else FULL)
+    with tqdm(total=len(parts), bar_format=form, disable=not progress) as bar:
         for i, part in enumerate(parts):
             bar.set_description(part.name)
             # what the parts before it have left is divided by the shares of the others
@@ -276,11 +274,12 @@ def failures(report: dict[str, Any]) -> list[str]:
 VERDICTS = {"error": "ERROR", "lost": "LOST", STARTED: "LOST", LEFT_OUT: "left out", "skipped": "skipped"}
 BAD = ("ERROR", "LOST", "FAILED")
 SILENT = ("passed", "seconds", "top", "costs", LEFT_OUT, STARTED)  # not printed as a finding
+SPEEDS = ("MAR times", "VQ times")  # parts whose times are in the summary
 WIDEST = 200  # characters of what a case found
 
 
 def format_check(report: dict[str, Any]) -> str:
-    """The report as text."""
+    """The report as text: all cases, all times, and at the end a summary."""
     checked = []
     by_verdict: dict[str, list[str]] = {}
     for name, found in _results(report).items():
@@ -292,20 +291,46 @@ def format_check(report: dict[str, Any]) -> str:
         f"{report['device']}, {report['scale']} size\n",
         tabulate(checked, ["case", "", "found"], disable_numparse=True) + "\n",
     ]
-    times = list(_times(report))
-    if times:
+    times = _times(report)
+    rows = []
+    for name, (found, speed_up, over_least) in times.items():
+        rows.append([name, found["ms"], speed_up, over_least, found["peak_bytes"] / 2**30])
+    if rows:
         titles = ["time, from a few rounds", "ms per image", "x baseline", "x limit", "GiB"]
-        lines.append(tabulate(times, titles, floatfmt=("", ".2f", ".2f", ".1f", ".1f")) + "\n")
+        lines.append(tabulate(rows, titles, floatfmt=("", ".2f", ".2f", ".1f", ".1f")) + "\n")
+    for part in SPEEDS:
+        own = [timed for name, timed in times.items() if name.startswith(f"{part}, ")]
+        if own:
+            lines.append(_speeds(part, own) + "\n")
 
-    left_out = len(by_verdict.get("left out", []))
+    passed = len(by_verdict.get("passed", []))
+    left_out, lost, skipped = (by_verdict.get(verdict, []) for verdict in ("left out", "LOST", "skipped"))
+    failed = [*by_verdict.get("ERROR", []), *by_verdict.get("FAILED", [])]
+    if failed:
+        lines.append(f"not right: {len(failed)} failed: {'; '.join(failed)}")
+    else:
+        so_far = " so far" if left_out or lost else ""
+        lines.append(f"right{so_far}: {passed} checks passed, and nothing failed")
     if left_out:
-        lines.append(f"{left_out} cases were left out, since the time was over: run the same command again")
-    lost = by_verdict.get("LOST", [])
+        parts = Counter(name.partition(", ")[0] for name in left_out)
+        those = ", ".join(f"{num} of {part}" for part, num in parts.items())
+        lines.append(f"{len(left_out)} cases were left out, since the time was over ({those}): repeat the command")
     if lost:
         lines.append(f"{len(lost)} lost (the process crashed or hung; --overwrite tries again): {'; '.join(lost)}")
-    failed = [*by_verdict.get("ERROR", []), *by_verdict.get("FAILED", [])]
-    lines.append(f"{len(failed)} failed: {'; '.join(failed)}" if failed else "nothing failed")
+    if skipped:
+        lines.append(f"{len(skipped)} skipped, for the reasons above: {'; '.join(skipped)}")
     return "\n".join(lines)
+
+
+def _speeds(part: str, timed: list[tuple]) -> str:
+    """A table of the times of a part: a row for each size and batch, a column for each method."""
+    rows: dict[tuple[str, int], dict[str, str]] = {}
+    for found, speed_up, _ in timed:
+        row = rows.setdefault((found["size"], found["batch"]), {"size": found["size"], "batch": found["batch"]})
+        row[found["method"]] = f"{found['ms']:.1f}" + (f" ({speed_up:.1f}x)" if speed_up else "")
+    least = min(found["timed_rounds"] for found, _, _ in timed)
+    title = f"{part}: ms per image (times as fast as the baseline); at least {least} rounds of an image were timed"
+    return f"{title}\n" + tabulate([*rows.values()], headers="keys", disable_numparse=True)
 
 
 def _verdict(found: dict[str, Any]) -> str:
@@ -336,8 +361,8 @@ def _number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _times(report: dict[str, Any]) -> Iterator[list]:
-    """Rows of the timed cases: milliseconds, the baseline's milliseconds over them, and they over the least possible.
+def _times(report: dict[str, Any]) -> dict[str, tuple[dict[str, Any], float | None, float | None]]:
+    """The timed cases by name: found, the baseline's milliseconds over its own, its own over the least possible.
 
     The baseline is the published sampler for MAR and `ar` for VQ models, at the same setting.
     """
@@ -346,12 +371,13 @@ def _times(report: dict[str, Any]) -> Iterator[list]:
     for found in timed.values():
         if found["method"] == (PUBLISHED if "num_iter" in found else "ar"):
             baselines[_setting(found)] = found["ms"]
+    times = {}
     for name, found in timed.items():
         baseline = baselines.get(_setting(found))
         speed_up = baseline and baseline / found["ms"]
         least = _least_ms(report["parts"].get("machine", {}), found)
-        over_least = least and found["ms"] / least
-        yield [name, found["ms"], speed_up, over_least, found["peak_bytes"] / 2**30]
+        times[name] = found, speed_up, least and found["ms"] / least
+    return times
 
 
 def _setting(found: dict[str, Any]) -> tuple:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from cspd.method import PUBLISHED
 from mar.checkpoint import MARS
 from mar.model import MARConfig
 
+STEPS = 100  # T: the bundled model's, so that its calibrations fit
 MODES = {  # how an engine runs its rounds
     "eager": {"compiled": False, "graphs": False},
     "graphs": {"compiled": False, "graphs": True},
@@ -41,8 +41,8 @@ class Scale:
         mars, gpts: the timed models. mar_draft, gpt_draft: smaller models that draft for them.
         settings, more_settings: of the timed MAR models, the most important ones first.
         methods, more_methods: timed at all of these settings, and at the first one of `more_settings`.
-        gpt_batches: images at once. steps: T. rounds: timed at each of several moments of an image.
-        images: generated twice, in two ways. test_images: of each sample of a two-sample test.
+        gpt_batches: images at once. rounds: timed at each of several moments of an image.
+        test_images: of each sample of a two-sample test.
     """
 
     is_tiny: bool
@@ -56,19 +56,16 @@ class Scale:
     gpts: dict[str, GPTConfig]
     gpt_draft: GPTConfig
     gpt_batches: tuple[int, ...]
-    steps: int
     rounds: int
-    images: int
     test_images: int
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The device and the sizes of a check, and a folder for what is fitted to random weights."""
+    """The device and the sizes of a check."""
 
     device: torch.device
     scale: Scale
-    cache: Path
 
     @property
     def cuda(self) -> bool:
@@ -81,7 +78,12 @@ FULL = Scale(
     matmul=8192,
     mars={size: MARS[f"mar_{name}"].config for size, name in (("B", "base"), ("L", "large"), ("H", "huge"))},
     mar_draft=replace(MARS["mar_base"].config, embed_dim=384, depth=6, num_heads=6, diffloss_w=512, diffloss_d=3),
-    settings=tuple(_FULL._replace(size=size, batch=batch) for size in "BHL" for batch in (8, 1, 64, 256)),
+    settings=tuple(
+        _FULL._replace(size=size, batch=batch)
+        for batches in ((8, 64), (1,), (256,))
+        for size in "BHL"
+        for batch in batches
+    ),
     more_settings=(
         _FULL,
         *(_FULL._replace(mode=mode) for mode in ("eager", "compiled")),
@@ -89,14 +91,12 @@ FULL = Scale(
         *(_FULL._replace(num_iter=num_iter) for num_iter in (256, 16)),
         *(_FULL._replace(batch=batch) for batch in (32, 128)),
     ),
-    methods=(PUBLISHED, "ar", "speculative:window=12", "speculative:window=24", "calibrated:head_calls=10"),
-    more_methods=("cspd:gamma=8",),
+    methods=(PUBLISHED, "ar", "calibrated", "speculative:window=12", "lazymar:denoiser=calibrated"),
+    more_methods=("speculative:window=24", "cspd:gamma=8"),
     gpts={size: GPTS[f"llamagen_{size.lower()}"].config for size in ("B", "XL", "3B")},
     gpt_draft=replace(GPTS["llamagen_b"].config, n_layer=3),
     gpt_batches=(1, 8, 64),
-    steps=100,
     rounds=3,
-    images=4,
     test_images=500,
 )
 
@@ -120,13 +120,11 @@ TINY = Scale(
     mar_draft=_SMALL_MAR,
     settings=(_SMALL, _SMALL._replace(batch=1)),
     more_settings=(_SMALL, _SMALL._replace(precision="fp32", num_iter=4)),
-    methods=(PUBLISHED, "ar", "speculative:window=4", "calibrated:head_calls=5"),
+    methods=(PUBLISHED, "ar", "calibrated", "speculative:window=4", "lazymar:denoiser=calibrated"),
     more_methods=("cspd:gamma=4",),
     gpts={"B": _SMALL_GPT},
     gpt_draft=replace(_SMALL_GPT, n_layer=1),
     gpt_batches=(1, 2),
-    steps=25,
     rounds=1,
-    images=2,
     test_images=8,
 )

@@ -404,15 +404,14 @@ def resolve(request: Request, runner: MARRunner) -> Request:
     return request
 
 
-def kind(sequence: Sequence) -> str:
-    """The evaluation of a sequence's next iteration: "full", "refresh" (full, and cached), or "lazy"."""
-    request = sequence.request
-    since_warmup = sequence.iteration - request.warmup
+def kind(request: Request, iteration: int) -> str:
+    """The evaluation of an iteration, from 0: "full", "refresh" (full, and cached), or "lazy"."""
+    since_warmup = iteration - request.warmup
     if since_warmup < 0:
         return "full"
     if since_warmup % request.refresh:
         return "lazy"
-    is_last = sequence.iteration + 1 == request.num_iter
+    is_last = iteration + 1 == request.num_iter
     is_cache_read = request.refresh > 1 and not is_last
     return "refresh" if is_cache_read else "full"
 
@@ -420,7 +419,7 @@ def kind(sequence: Sequence) -> str:
 @backbone("cached", options=(REFRESH, WARMUP, RETAIN, REUSE_NULL), resolve=resolve)
 def conditions(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
     """z of the rows [G, R, D], as `MARRunner.conditions` or an approximation of it (arXiv 2503.12450)."""
-    kinds = np.array([kind(sequence) for sequence in batch])
+    kinds = np.array([kind(sequence.request, sequence.iteration) for sequence in batch])
     if (kinds == kinds[0]).all():
         return EVALUATIONS[kinds[0]](runner, batch, rows)
 

@@ -13,7 +13,6 @@ from lazy import KEY, QUICK, engine, started, toy_model  # noqa: F401 - fixtures
 from cspd import Request
 from cspd import device as cspd_device
 from cspd.masked.backbones import Caches, bytes_per_slot, conditions, kind, planned
-from cspd.request import Sequence
 
 
 def tokens_of(model, requests, max_batch=3):
@@ -35,12 +34,11 @@ def tensors_of(caches):
 
 def test_the_iterations_that_are_full():
     """LazyMAR's: the first five, and every ninth after them. The cache is filled only if a lazy iteration reads it."""
-    sequence = Sequence(Request(0, num_iter=64, warmup=5, refresh=9), 0)
-    kinds = [kind(sequence) for sequence.iteration in range(64)]
+    request = Request(0, num_iter=64, warmup=5, refresh=9)
+    kinds = [kind(request, iteration) for iteration in range(64)]
     assert [i for i, name in enumerate(kinds) if name != "lazy"] == [0, 1, 2, 3, 4, 5, 14, 23, 32, 41, 50, 59]
     assert kinds[:6] == ["full"] * 5 + ["refresh"] and kinds[14] == "refresh"
-    last = Sequence(sequence.request.but(num_iter=15), 0, iteration=14)
-    assert kind(last) == "full"
+    assert kind(request.but(num_iter=15), 14) == "full"
 
 
 @pytest.mark.parametrize("settings", [{"refresh": 1}, {"warmup": 16}, {"num_iter": 2}])
@@ -62,7 +60,7 @@ def test_refreshes_are_full_and_lazy_ones_near(cfg, reuse_null, model):
         for step in range(8):
             batch = everyone[: step + 1]
             rows = runner.next_rows(batch)
-            kinds = [kind(sequence) for sequence in batch]
+            kinds = [kind(sequence.request, sequence.iteration) for sequence in batch]
             kinds_together.add(len(set(kinds)))
             z, full = conditions(runner, batch, rows), runner.conditions(batch, rows)
             assert z.shape == full.shape and z.dtype == torch.float32
@@ -93,7 +91,7 @@ def test_the_distance_of_the_unconditional_branch_is_reused(model):
             hidden.clear()
             for _ in range(3):
                 rows = runner.next_rows(batch)
-                assert {kind(sequence) for sequence in batch} == {"lazy"}
+                assert {kind(sequence.request, sequence.iteration) for sequence in batch} == {"lazy"}
                 z = conditions(runner, batch, rows)
                 conditional, unconditional = hidden.pop()[:, rows.sequence, rows.offset]
                 assert relative_error(unconditional - conditional, expected[rows.sequence, rows.position]) < 1e-4

@@ -1,0 +1,23 @@
+"""Renews the images of a CPU that `cspd gpu-check` compares with: python scripts/record_images.py"""
+
+from __future__ import annotations
+
+import warnings
+
+from safetensors.torch import save_file
+
+from cspd.gpu_check.cases import CHECKED, CPU, RECORD, generated
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")  # about settings that are unusual, which these are
+    images = {}
+    for family, name in CHECKED:
+        for kind, tensor in generated(family, name, CPU).items():
+            images[f"{family} {name} {kind}"] = tensor
+    save_file(images, RECORD)
+    print(f"{RECORD}: {len(CHECKED)} methods, {RECORD.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()
