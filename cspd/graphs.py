@@ -80,28 +80,36 @@ class Graphs:
         self.lasting: dict[Hashable, Any] = {}
         self.seconds = 0.0
 
-    def run(self, key: Hashable, function: Callable[..., Any], *inputs: Tensor, state: Sequence[Tensor] = ()) -> Any:
+    def run(
+        self,
+        key: Hashable,
+        function: Callable[..., Any],
+        *inputs: Tensor,
+        state: Sequence[Tensor] = (),
+        rows: int = 0,
+    ) -> Any:
         """Returns function(*inputs).
 
         Args:
             key: identifies the function: equal keys mean equal functions over the same tensors.
             state: tensors that the function updates; they are restored after trial runs. To other tensors it may only
                 write values that a second run would write again, such as the keys of a cache.
+            rows: if enabled, inputs with fewer rows are padded to as many: with zeros, or in a replay with rows of
+                earlier inputs. Rows are dimension -2 of an input, or its only dimension.
         """
         if not self.enabled:
             return function(*inputs)
-        shapes = [(tensor.shape, tensor.dtype) for tensor in inputs]
-        full_key = (key, *shapes)
+        shapes = [_with_rows(tensor.shape, rows) for tensor in inputs]
+        full_key = (key, *shapes, *(tensor.dtype for tensor in inputs))
         with torch.inference_mode():  # so that later runs may write to the static tensors in any mode
             recorded = self._recorded.get(full_key)
             if recorded and recorded.is_stale:  # its replay lives until all graphs are dropped, see `_drop`
                 self._retired.append(self._recorded.pop(full_key).replay)
             if full_key not in self._recorded:
-                recorded = self._recorded[full_key] = self._record(key, function, inputs, state)
+                recorded = self._recorded[full_key] = self._record(key, function, _padded(inputs, shapes), state)
             if recorded is None:
-                return function(*inputs)
-            for static, given in zip(recorded.inputs, inputs):
-                static.copy_(given)
+                return function(*_padded(inputs, shapes))
+            _overwrite(recorded.inputs, inputs)
             recorded.replay()
             # the graphs share their memory: the next one that is replayed may overwrite these
             return tree_map_only(Tensor, torch.clone, recorded.results)
@@ -122,13 +130,12 @@ class Graphs:
         return bucket(number, per_octave) if self.enabled else number
 
     def _record(
-        self, key: Hashable, function: Callable[..., Any], inputs: Sequence[Tensor], state: Sequence[Tensor]
+        self, key: Hashable, function: Callable[..., Any], static: tuple[Tensor, ...], state: Sequence[Tensor]
     ) -> _Recorded | None:
-        """Captures the function; returns None, with a warning, if that fails."""
+        """Captures the function of static inputs; returns None, with a warning, if that fails."""
         if len(self._recorded) + len(self._retired) >= MOST_GRAPHS:
             self._drop()
         start = time.perf_counter()
-        static = tuple(tensor.clone() for tensor in inputs)
         before = [tensor.clone() for tensor in state]
         reads = _Reads()
 
@@ -199,6 +206,28 @@ class _Reads(TorchDispatchMode):
 
 def _storages(values: Any) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _with_rows(shape: torch.Size, rows: int) -> tuple[int, ...]:
+    """The shape with at least `rows` rows, see `Graphs.run`."""
+    padded = list(shape)
+    if padded:
+        at = max(len(padded) - 2, 0)
+        padded[at] = max(padded[at], rows)
+    return tuple(padded)
+
+
+def _padded(inputs: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
+    """Copies of tensors, padded with zeros to these shapes."""
+    copies = tuple(tensor.new_zeros(shape) for tensor, shape in zip(inputs, shapes))
+    _overwrite(copies, inputs)
+    return copies
+
+
+def _overwrite(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Writes values to tensors that are as large, or larger: to their first entries in every dimension."""
+    for tensor, value in zip(tensors, values):
+        tensor[tuple(map(slice, value.shape))].copy_(value)
 
 
 def cuda_capture(device: torch.device) -> Capture:

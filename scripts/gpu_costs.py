@@ -71,7 +71,7 @@ class Kernels:
     window: tuple[int, int] = (2, 4)
     round: tuple[int, int] = (10, 4)
     start: tuple[int, int] = (32, 6)
-    join: tuple[int, int] = (33, 8)
+    join: tuple[int, int] = (35, 8)
     published_backbone: tuple[int, int] = (33, 10)
     published_step: tuple[int, int] = (63, 9)
     gathers: int = 0
@@ -80,7 +80,7 @@ class Kernels:
 
 
 KERNELS = Kernels()  # with the package's own kernels
-PYTORCH = Kernels(step=(10, 6), window=(14, 6), round=(76, 6), start=(219, 6), join=(142, 10), gathers=2)
+PYTORCH = Kernels(step=(10, 6), window=(14, 6), round=(76, 6), start=(219, 6), join=(144, 10), gathers=2)
 
 
 def count(kernels: tuple[int, int], layers: int) -> int:

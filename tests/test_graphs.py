@@ -37,6 +37,24 @@ def test_other_keys_and_shapes_are_other_graphs():
             assert result.tolist() == [factor] * size
 
 
+def test_inputs_of_fewer_rows_share_a_graph():
+    runs, calls = replayed(), []
+
+    def scale(by, x, steps):
+        calls.append(len(by))
+        return by.unsqueeze(1) * x + steps
+
+    steps = torch.arange(6.0).view(3, 1, 2)
+    for num in (3, 4, 2):
+        by, x = torch.arange(1.0, num + 1), torch.ones(3, num, 2)
+        padded = runs.run("scale", scale, by, x, steps.expand(3, 4, 2), rows=4)
+        assert torch.equal(padded[:, :num], scale(by, x, steps))
+    assert len(runs._recorded) == 1
+    calls.clear()
+    eager = Graphs(CPU).run("scale", scale, by, x, steps, rows=4)
+    assert torch.equal(eager, padded[:, :2]) and calls == [2]  # without graphs nothing is padded
+
+
 def test_a_graph_that_was_captured_in_inference_mode_can_be_replayed_outside():
     runs = replayed()
     with torch.inference_mode():
@@ -99,8 +117,8 @@ def test_a_function_that_cannot_be_captured_is_called():
 
     runs = Graphs(CPU, enabled=True, capture=refuse)
     with pytest.warns(UserWarning, match="not permitted"):
-        results = [runs.run("add", lambda x: x + 1, torch.ones(1)).item() for _ in range(2)]
-    assert results == [2, 2]
+        results = [runs.run("add", lambda x: x + 1, torch.ones(1), rows=2).tolist() for _ in range(2)]
+    assert results == [[2, 1], [2, 1]]
 
 
 @pytest.mark.filterwarnings("error")  # a function without a graph would be called, with a warning

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from cspd import kernels
 from cspd.device import Precision, send, send_integers
@@ -216,7 +215,7 @@ def denoiser(name: str, guarantee: str = "heuristic", **attributes: Any) -> Call
 def by_row(runner: Any, key: Hashable | None, draw: Draw, rows: Rows, z: Tensor) -> Tensor:
     """The tokens [R, d] that `draw` makes of rows and their conditions z.
 
-    With CUDA graphs the rows are padded with zeros to one of a few sizes, so that a graph can be replayed.
+    With CUDA graphs the rows are padded to one of a few sizes, so that a graph can be replayed.
 
     Args:
         key: as in `Graphs.run`; None if `draw` also does something on the CPU, so that it cannot be captured.
@@ -225,10 +224,7 @@ def by_row(runner: Any, key: Hashable | None, draw: Draw, rows: Rows, z: Tensor)
     if key is None:
         return draw(*inputs)
     num_rows = len(rows.seed)
-    padding = runner.graphs.size(num_rows) - num_rows
-    if padding:
-        inputs = tuple(F.pad(each, (0, padding) if each.dim() == 1 else (0, 0, 0, padding)) for each in inputs)
-    return runner.graphs.run(key, draw, *inputs)[:num_rows]
+    return runner.graphs.run(key, draw, *inputs, rows=runner.graphs.size(num_rows))[:num_rows]
 
 
 # The head's modulations. They do not depend on the noisy token, so many timesteps are computed at once.
