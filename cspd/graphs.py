@@ -1,12 +1,14 @@
-"""CUDA graphs of functions with fixed shapes: one launch replaces hundreds, in rounds bound by kernel launches."""
+"""Fewer launches in rounds that are bound by them: CUDA graphs of functions with fixed shapes, and torch.compile."""
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from cspd.terminal import telling
 
 MOST_GRAPHS = 256  # at one more, all are dropped, and captured again when they are used
 
@@ -268,3 +272,51 @@ def bucket(size: int, per_octave: int = 8) -> int:
     octave = (size - 1).bit_length()
     step = 2 ** max(0, octave - per_octave.bit_length())
     return math.ceil(size / step) * step
+
+
+# torch.compile makes one program for each combination of a model, the kinds of its inputs, and their types.
+PROGRAMS = 64
+
+
+@functools.cache
+def compiled(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """The function by torch.compile, for any shape: half a minute on first use, then fewer and larger kernels.
+
+    If it cannot be compiled, as on a machine without a C++ compiler, it is called as it is, with one warning.
+
+    Args:
+        function: a second call after a failed one must give the same results. what: its name in messages.
+    """
+    program: Callable[..., Any] | None = None
+    failed = False
+
+    def call(*args: Any, **named: Any) -> Any:
+        nonlocal program, failed
+        if failed:
+            return function(*args, **named)
+        progress = nullcontext() if program else telling(f"compiling {what}, about half a minute")
+        try:
+            with torch._dynamo.config.patch(cache_size_limit=PROGRAMS), progress:
+                program = program or torch.compile(function, dynamic=True)
+                return program(*args, **named)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # the compilers raise all kinds
+            results = function(*args, **named)  # raises if it was not the compiler's error
+            failed = True
+            cause = getattr(error, "inner_exception", error)
+            warnings.warn(
+                f"torch.compile cannot compile {what}, which run as ordinary PyTorch operations instead"
+                f" ({first_line(cause)}): install a C++ compiler, and for a GPU also Triton and Python's headers"
+                " (python3-dev); or omit --compile",
+                stacklevel=2,
+            )
+            return results
+
+    return call
+
+
+def first_line(error: BaseException) -> str:
+    """The type and the first line of an error, for messages."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
+import launching
 import pytest
 import standin
 import torch
@@ -225,3 +230,60 @@ def test_equal_images_of_a_trained_model(method):
     graphed.runner.graphs = replayed()
     settings = {"method": method, "num_sampling_steps": 30, "cfg": 3.0}
     check((eager, graphed), [Request(i, i, num_iter=num_iter, **settings) for i, num_iter in enumerate((6, 9, 7, 5))])
+
+
+# torch.compile, on machines that lack a compiler.
+
+WITHOUT_COMPILER = """
+import warnings
+from toys import toy_models
+from cspd import Engine, Request, VQModels
+
+engines = [Engine(VQModels(**toy_models(codes=11, length=4)), max_batch=1, compiled=c) for c in (False, True)]
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    eager, fallen_back = ([engine.generate([Request(1, seed)])[0] for seed in range(2)] for engine in engines)
+assert all((own.tokens == other.tokens).all() for own, other in zip(eager, fallen_back))
+(warning,) = caught
+assert "--compile" in str(warning.message)
+"""
+
+
+def test_a_machine_without_a_compiler_computes_without_torch_compile(tmp_path):
+    """In a process of its own, since torch remembers which compilers it has found."""
+    nowhere = str(tmp_path)
+    settings = dict.fromkeys(["PATH", "CC", "CXX", "TORCHINDUCTOR_CACHE_DIR"], nowhere)
+    settings["PYTHONPATH"] = os.pathsep.join([launching.environment()["PYTHONPATH"], str(Path(__file__).parent)])
+    command = [sys.executable, "-c", WITHOUT_COMPILER]
+    done = subprocess.run(command, env=launching.environment(**settings), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_function_that_cannot_be_compiled_is_called(monkeypatch):
+    attempts = []
+
+    def refuse(function, **settings):
+        attempts.append(function)
+        raise RuntimeError("torch.compile is not supported here")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    own = graphs.compiled(functools.partial(double), "doubles")
+    with pytest.warns(UserWarning, match="not supported here") as caught:
+        assert [own(number) for number in (1, 2, 3)] == [2, 4, 6]
+    assert len(caught) == len(attempts) == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_errors_of_a_compiled_function_are_raised(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
+
+    def invert(number):
+        if number > 1:
+            raise torch.OutOfMemoryError("too large")
+        return 1 / number
+
+    own = graphs.compiled(invert, "inverses")
+    for number, error in ((0, ZeroDivisionError), (2, torch.OutOfMemoryError)):
+        with pytest.raises(error):
+            own(number)
+    assert own(1) == 1

@@ -25,11 +25,10 @@ from toys import toy_mar, toy_models
 
 from cspd import Engine, MARModels, Request, VQModels, kernels, noise
 from cspd.device import Precision
-from cspd.discrete.runner import compiled_layers
+from cspd.graphs import compiled
 from cspd.heads import calibrated, chain
 from cspd.heads.calibrated import Segment
 from cspd.heads.speculative import PASSES, Chains
-from cspd.heads.verify import compiled_move
 from mar.checkpoint import MARS
 from mar.head import Head, filled
 
@@ -401,8 +400,7 @@ NO_COMPILER = not any(map(shutil.which, ("c++", "g++", "clang++")))
 )
 def backend(request, monkeypatch):
     """The compiler behind torch.compile; nothing is cached from other tests."""
-    compiled_move.cache_clear()
-    compiled_layers.cache_clear()
+    compiled.cache_clear()
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=request.param))
 
@@ -412,8 +410,8 @@ def backend(request, monkeypatch):
 def test_compiled_rounds_agree(small_mar):
     settings = {"num_iter": 4, "num_sampling_steps": 12, "cfg": 2.0, "window": 4}
     requests = [Request(label=i, seed=i, **settings) for i in range(3)]  # 3 to 70 chains: one program for all shapes
-    eager, compiled = (Engine(MARModels(small_mar), max_batch=3, compiled=c).generate(requests) for c in (False, True))
-    for a, b in zip(eager, compiled):
+    eager, fused = (Engine(MARModels(small_mar), max_batch=3, compiled=c).generate(requests) for c in (False, True))
+    for a, b in zip(eager, fused):
         assert relative_error(b.tokens, a.tokens) < 1e-3
         assert a.stats.by_lag == b.stats.by_lag
 
@@ -425,8 +423,8 @@ def test_compiled_layers_agree(method):
     """Slices and indexes of rows and columns, with masks and without, and three models; more than slots."""
     models = VQModels(**toy_models(codes=11, length=16))
     requests = [Request(label=i % 2, seed=i, method=method, cfg=1.0 + i % 2) for i in range(5)]
-    eager, compiled = (Engine(models, max_batch=3, device="cpu", compiled=c) for c in (False, True))
-    for a, b in zip(eager.generate(requests), compiled.generate(requests)):
+    eager, fused = (Engine(models, max_batch=3, device="cpu", compiled=c) for c in (False, True))
+    for a, b in zip(eager.generate(requests), fused.generate(requests)):
         assert torch.equal(a.tokens, b.tokens)
         assert a.stats.backbone_calls == b.stats.backbone_calls
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0  # something was traced

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import types
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import nullcontext
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,15 +30,12 @@ from cspd.discrete.gpt import GPT, CacheView, Eagle, VQModel, sample_published, 
 from cspd.discrete.registry import defaults_of
 from cspd.discrete.rules import guide, likeliest_point, probabilities
 from cspd.discrete.text import PLACE, TextEncoder
-from cspd.graphs import Graphs
+from cspd.graphs import Graphs, compiled
 from cspd.method import Method, complete, with_tokens
 from cspd.noise import Purpose
 from cspd.option import VQ_OPTIONS
 from cspd.request import Inpainting, Request, Sequence, Stopwatch, decoded, remembered, to_unit
-from cspd.terminal import shortened, telling
-
-# torch.compile makes one program for each combination of a model, one input or several, and the kind of mask.
-PROGRAMS = 64
+from cspd.terminal import shortened
 
 
 def _layers(
@@ -56,28 +50,6 @@ def _layers(
     if past is not None:
         return module(past, inputs, table, mask, view)
     return module.through(inputs, table, mask, view)
-
-
-@functools.cache
-def compiled_layers() -> Callable[..., Tensor]:
-    """Returns `_layers` compiled by torch.compile for any shape. The first call takes half a minute."""
-    compiled = torch.compile(_layers, dynamic=True)
-    calls = itertools.count()
-
-    def run(
-        module: Any,
-        inputs: Tensor,
-        table: Tensor,
-        mask: Tensor | None,
-        view: CacheView,
-        past: Tensor | None,
-    ) -> Tensor:
-        is_first = next(calls) == 0
-        progress = telling("compiling the models' layers, about half a minute") if is_first else nullcontext()
-        with torch._dynamo.config.patch(recompile_limit=PROGRAMS), progress:
-            return compiled(module, inputs, table, mask, _without_slices(view), past)
-
-    return run
 
 
 def _without_slices(view: CacheView) -> CacheView:
@@ -571,7 +543,9 @@ class VQRunner:
             mask, view: as `Cache.look` returns them. past: [R, N, dim], for "eagle": the features before the inputs.
         """
         module = self.models[model]
-        layers = compiled_layers() if self.compiled else _layers
+        layers = _layers
+        if self.compiled:
+            layers, view = compiled(_layers, "the models' layers"), _without_slices(view)
         with self.precision.fast():
             return layers(module, inputs, module.table(position), mask, view, past)
 

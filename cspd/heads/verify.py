@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import types
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -14,8 +11,8 @@ from torch import Tensor
 
 from cspd import kernels
 from cspd.device import Precision, send_integers
+from cspd.graphs import compiled
 from cspd.heads.chain import guided, modulation_size, most_bytes
-from cspd.terminal import telling
 from mar.head import Head, fill, filled, schedule
 
 # Diagonal Gaussians: log-ratios, and a maximal coupling of p and q.
@@ -576,24 +573,11 @@ def move(
 # Three versions of a pass that compute the same: `move`, compiled `move`, and Triton kernels.
 
 
-def move_on(device: torch.device, compiled: bool) -> Callable[..., Moved]:
+def move_on(device: torch.device, is_compiled: bool) -> Callable[..., Moved]:
     """The version of `move` for a device."""
-    if compiled:
-        return compiled_move()
+    if is_compiled:
+        return compiled(move, "speculative passes")
     return move_by_kernels if kernels.available(device) else move
-
-
-@functools.cache
-def compiled_move() -> Callable[..., Moved]:
-    """`move` by torch.compile, for any number of chains: half a minute on first use, then fewer and larger kernels."""
-    compiled, calls = torch.compile(move, dynamic=True), itertools.count()
-
-    def call(*args: object, **more: object) -> Moved:
-        is_first = next(calls) == 0
-        with telling("compiling speculative passes, about half a minute") if is_first else nullcontext():
-            return compiled(*args, **more)
-
-    return call
 
 
 def move_by_kernels(
