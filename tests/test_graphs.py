@@ -10,6 +10,7 @@ import weakref
 from pathlib import Path
 
 import launching
+import platformdirs
 import pytest
 import standin
 import torch
@@ -257,6 +258,30 @@ def test_a_machine_without_a_compiler_computes_without_torch_compile(tmp_path):
     command = [sys.executable, "-c", WITHOUT_COMPILER]
     done = subprocess.run(command, env=launching.environment(**settings), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_programs_are_kept_in_the_users_cache_folder(monkeypatch, tmp_path):
+    """torch's default is a temporary folder. A folder that the user chose stays."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(2):  # of two processes, the second one finds the programs of the first
+        assert graphs.programs_folder() == platformdirs.user_cache_path("cspd") / "compiled"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(graphs.programs_folder())
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
+    assert graphs.programs_folder() == tmp_path / "own"
+
+
+def test_how_long_compiling_took_is_kept_for_each_model(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
+    monkeypatch.setattr("cspd.terminal.PATIENCE", 0)
+    for model in ("small", "small", "small", "large"):  # each in a process of its own
+        own = graphs.compiled(functools.partial(double), "doubles")
+        for _ in range(2):  # the second one is not compiled
+            own(model)
+    found = sorted(len(record.read_text().split()) for record in tmp_path.iterdir())
+    assert found == [1, 2]  # seconds at first, and of the last time from the cache
 
 
 def test_a_function_that_cannot_be_compiled_is_called(monkeypatch):

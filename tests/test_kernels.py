@@ -29,6 +29,7 @@ from cspd.graphs import compiled
 from cspd.heads import calibrated, chain
 from cspd.heads.calibrated import Segment
 from cspd.heads.speculative import PASSES, Chains
+from mar import model as mar_model
 from mar.checkpoint import MARS
 from mar.head import Head, filled
 
@@ -405,10 +406,25 @@ def backend(request, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=request.param))
 
 
+def test_what_is_compiled_for_mar(small_mar, monkeypatch):
+    """The backbone, and the denoising steps of `ar` but for the first one and the last few: tokens up to rounding."""
+    functions = []
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: functions.append(function) or function)
+    compiled.cache_clear()
+    steps = 2 + 2 * chain.COMPILED_STEPS
+    requests = [Request(label=i, seed=i, num_iter=4, num_sampling_steps=steps, cfg=2.0, method="ar") for i in range(3)]
+    eager, fused = (Engine(MARModels(small_mar), max_batch=2, compiled=c).generate(requests) for c in (False, True))
+    compiled.cache_clear()
+    assert functions == [mar_model.MAR.forward, chain.several_steps]
+    for a, b in zip(eager, fused):
+        assert relative_error(b.tokens, a.tokens) < 1e-3
+
+
 @pytest.mark.slow  # tracing takes ten seconds, making the kernels a minute
 @pytest.mark.usefixtures("backend")
-def test_compiled_rounds_agree(small_mar):
-    settings = {"num_iter": 4, "num_sampling_steps": 12, "cfg": 2.0, "window": 4}
+@pytest.mark.parametrize("own", [{"window": 4}, {"method": "ar"}], ids=["speculative", "ar"])
+def test_compiled_rounds_agree(own, small_mar):
+    settings = {"num_iter": 4, "num_sampling_steps": 12, "cfg": 2.0, **own}
     requests = [Request(label=i, seed=i, **settings) for i in range(3)]  # 3 to 70 chains: one program for all shapes
     eager, fused = (Engine(MARModels(small_mar), max_batch=3, compiled=c).generate(requests) for c in (False, True))
     for a, b in zip(eager, fused):
