@@ -320,7 +320,7 @@ ANCESTRAL_OPTIONS = (FIRST_TIMESTEP,)
 SHORT, SHORT_FIRST = 25, 950  # chains of fewer steps should begin there
 # Each call of a compiled function takes the time of a step or so: a function of one step would be slower than eager
 # PyTorch. Compiling takes longer the more steps it has.
-COMPILED_STEPS = 8
+COMPILED_STEPS = 5
 Trace = Callable[[int, Tensor, Tensor, Tensor], None]
 Outputs = Callable[[Head, Tensor, Several[int], Precision], Iterable[tuple[range, Iterator[Callable[..., Tensor]]]]]
 
