@@ -283,7 +283,7 @@ def bucket(size: int, per_octave: int = 8) -> int:
 #
 # Programs are kept on disk, in the user's cache folder: the next process only traces the function, and finds the rest.
 PROGRAMS = 64
-USUAL = "about a minute the first time, a third of it later"  # measured for `digits32` on two cores
+USUAL = "about a minute the first time, a third of it later"  # measured for `digits32` on one shared core
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # torch's own setting
 
 
