@@ -375,8 +375,8 @@ class Engine:
         max_batch: number of slots. Memory grows with the slots, not with the number of requests.
         device: "auto", "cpu", "cuda" or "cuda:N".
         precision: "fp32", "tf32" or "bf16", see `cspd.device.POLICIES`; or another engine's on the same device.
-        compiled: run MAR's speculative rounds and VQ models' layers through torch.compile: half a minute on first use,
-            then faster.
+        compiled: run through torch.compile MAR's backbone (unless it is cached), `ar`'s denoising steps (unless Triton
+            kernels take them), speculative rounds and VQ models' layers: a minute or two on first use, then faster.
         graphs: replay fixed-shape work as CUDA graphs, see `cspd.graphs`; by default on CUDA only.
         cache: folder of calibrations, searched before the user's cache directory.
         noise: the source of random numbers, see `cspd.noise`; tests inject other ones.

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 import math
+import os
+import tempfile
 import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import platformdirs
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -105,31 +110,38 @@ class Graphs:
         self.captures: deque[dict[str, Any]] = deque(maxlen=MOST_GRAPHS)
         self.seconds = 0.0
 
-    def run(self, key: Hashable, function: Callable[..., Any], *inputs: Tensor, state: Sequence[Tensor] = ()) -> Any:
+    def run(
+        self,
+        key: Hashable,
+        function: Callable[..., Any],
+        *inputs: Tensor,
+        state: Sequence[Tensor] = (),
+        rows: int = 0,
+    ) -> Any:
         """Returns function(*inputs).
 
         Args:
             key: identifies the function: equal keys mean equal functions over the same tensors.
             state: tensors that the function updates; they are restored after trial runs. To other tensors it may only
                 write values that a second run would write again, such as the keys of a cache.
+            rows: if enabled, inputs with fewer rows are padded to as many: with zeros, or in a replay with rows of
+                earlier inputs. Rows are dimension -2 of an input, or its only dimension.
         """
         if not self.enabled:
             return function(*inputs)
-        shapes = [(tensor.shape, tensor.dtype) for tensor in inputs]
-        full_key = (key, *shapes)
+        shapes = [_with_rows(tensor.shape, rows) for tensor in inputs]
+        full_key = (key, *shapes, *(tensor.dtype for tensor in inputs))
         with torch.inference_mode():  # so that later runs may write to the static tensors in any mode
             generation = next((each for each in self._generations if full_key in each.recorded), None)
+            recorded = generation.recorded[full_key] if generation else None
+            if recorded and recorded.is_stale:  # its replay lives as long as its generation
+                generation.stale.append(generation.recorded.pop(full_key).replay)
+                generation = None
             if generation is None:
-                recorded = self._record(full_key, function, inputs, state)
-            else:
-                recorded = generation.recorded[full_key]
-                if recorded and recorded.is_stale:  # its replay lives as long as its generation
-                    generation.stale.append(generation.recorded.pop(full_key).replay)
-                    recorded = self._record(full_key, function, inputs, state)
+                recorded = self._record(full_key, function, _padded(inputs, shapes), state)
             if recorded is None:
-                return function(*inputs)
-            for static, given in zip(recorded.inputs, inputs):
-                static.copy_(given)
+                return function(*_padded(inputs, shapes))
+            _overwrite(recorded.inputs, inputs)
             recorded.replay()
             # the graphs share their memory: the next one that is replayed may overwrite these
             return tree_map_only(Tensor, torch.clone, recorded.results)
@@ -150,13 +162,12 @@ class Graphs:
         return bucket(number, per_octave) if self.enabled else number
 
     def _record(
-        self, full_key: tuple, function: Callable[..., Any], inputs: Sequence[Tensor], state: Sequence[Tensor]
+        self, full_key: tuple, function: Callable[..., Any], static: tuple[Tensor, ...], state: Sequence[Tensor]
     ) -> _Recorded | None:
-        """Captures the function; returns None, with a warning, if that fails."""
+        """Captures the function of static inputs; returns None, with a warning, if that fails."""
         generation = self._with_room()
-        key, *shapes = full_key
+        key = full_key[0]
         start, free = time.perf_counter(), self._free()
-        static = tuple(tensor.clone() for tensor in inputs)
         before = [tensor.clone() for tensor in state]
         reads = _Reads()
 
@@ -188,7 +199,7 @@ class Graphs:
             taken = max(0, free - self._free())
             self.seconds += seconds
             generation.bytes += taken
-            shapes = [tuple(shape) for shape, _ in shapes]
+            shapes = [tuple(tensor.shape) for tensor in static]
             self.captures.append({"key": str(key), "shapes": shapes, "seconds": seconds, "bytes": taken})
         recorded = _Recorded(static, results, replay)
         alive = [reference() for reference in reads.seen]
@@ -273,6 +284,28 @@ def own_stream(device: torch.device) -> torch.cuda.Stream | None:
     return None
 
 
+def _with_rows(shape: torch.Size, rows: int) -> tuple[int, ...]:
+    """The shape with at least `rows` rows, see `Graphs.run`."""
+    padded = list(shape)
+    if padded:
+        at = max(len(padded) - 2, 0)
+        padded[at] = max(padded[at], rows)
+    return tuple(padded)
+
+
+def _padded(inputs: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
+    """Copies of tensors, padded with zeros to these shapes."""
+    copies = tuple(tensor.new_zeros(shape) for tensor, shape in zip(inputs, shapes))
+    _overwrite(copies, inputs)
+    return copies
+
+
+def _overwrite(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Writes values to tensors that are as large, or larger: to their first entries in every dimension."""
+    for tensor, value in zip(tensors, values):
+        tensor[tuple(map(slice, value.shape))].copy_(value)
+
+
 def cuda_capture(device: torch.device) -> Capture:
     """A capture of CUDA graphs on one stream into one memory pool, since they are replayed one after another.
 
@@ -323,17 +356,22 @@ def bucket(size: int, per_octave: int = 8) -> int:
 
 
 # torch.compile makes one program for each combination of a model, the kinds of its inputs, and their types.
+#
+# Programs are kept on disk, in the user's cache folder: the next process only traces the function, and finds the rest.
 PROGRAMS = 64
+USUAL = "about a minute the first time, a third of it later"  # measured for `digits32` on one shared core
+FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # torch's own setting
 
 
 @functools.cache
 def compiled(function: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """The function by torch.compile, for any shape: half a minute on first use, then fewer and larger kernels.
+    """The function by torch.compile, for any shape: a minute on first use, then fewer and larger kernels.
 
     If it cannot be compiled, as on a machine without a C++ compiler, it is called as it is, with one warning.
 
     Args:
-        function: a second call after a failed one must give the same results. what: its name in messages.
+        function: a second call after a failed one must give the same results. Its first argument should be the module
+            that it computes with: how long it took to compile is known by it. what: its name in messages.
     """
     program: Callable[..., Any] | None = None
     failed = False
@@ -342,7 +380,7 @@ def compiled(function: Callable[..., Any], what: str) -> Callable[..., Any]:
         nonlocal program, failed
         if failed:
             return function(*args, **named)
-        progress = nullcontext() if program else telling(f"compiling {what}, about half a minute")
+        progress = nullcontext() if program else _estimated(what, args[0])
         try:
             with torch._dynamo.config.patch(cache_size_limit=PROGRAMS), progress:
                 program = program or torch.compile(function, dynamic=True)
@@ -362,3 +400,32 @@ def compiled(function: Callable[..., Any], what: str) -> Callable[..., Any]:
             return results
 
     return call
+
+
+def programs_folder() -> Path:
+    """The folder in which torch.compile keeps programs: the user's setting, or one in the user's cache folder."""
+    if FOLDER not in os.environ:
+        own = platformdirs.user_cache_path("cspd") / "compiled"
+        with suppress(OSError):  # it cannot be written: then torch uses a temporary one
+            own.mkdir(parents=True, exist_ok=True)
+            os.environ[FOLDER] = str(own)
+    return Path(os.environ.get(FOLDER, tempfile.gettempdir()))
+
+
+@contextmanager
+def _estimated(what: str, module: object) -> Iterator[None]:
+    """Prints how long the compiler will take, from earlier processes, and keeps how long it took in this one."""
+    about = f"{what} {module} {torch.__version__}"
+    record = programs_folder() / f"cspd-{hashlib.sha256(about.encode()).hexdigest()[:16]}"
+    try:
+        first, *later = map(float, record.read_text().split())
+    except (OSError, ValueError):  # it was not compiled yet
+        first, later, expected = None, [], USUAL
+    else:
+        expected = f"about {later[0]:.0f} s" if later else f"less than the {first:.0f} s of the first time"
+    start = time.perf_counter()
+    with telling(f"compiling {what}, {expected}"):
+        yield
+    seconds = time.perf_counter() - start
+    with suppress(OSError):  # the next process will not know
+        record.write_text(f"{first or seconds} {seconds if first else ''}")

@@ -16,15 +16,16 @@ import numpy as np
 from tabulate import tabulate
 
 from cspd.gpu_check.measure import Work, backbone, denoise, iterations, modulation_floats, modulations
+from cspd.heads.speculative import PASSES
 from mar.checkpoint import MARS
 from mar.model import MARConfig
 
 DOCS = Path(__file__).parent.parent / "docs" / "gpu.md"
 STEPS = 100  # T
 SIZES = {"B": "mar_base", "L": "mar_large", "H": "mar_huge"}
-BATCHES, ITERATIONS = (1, 8, 64, 256), (64, 256)
+BATCHES, ITERATIONS = (1, 8, 64), (16, 64, 256)
 HEAD_CALLS = 10  # N of `calibrated`
-CALLS = {12: 11.4, 24: 8.1}  # head calls per token by W, of the bundled model: docs/benchmarks.md
+CALLS = {12: 11.4, 24: 8.2}  # head calls per token by W, of `digits32` with guidance: docs/benchmarks.md
 LONGEST = 1.08  # rounds of the slowest token of an iteration, over the mean of tokens
 
 
@@ -35,14 +36,17 @@ class Device:
     Attributes:
         launch: seconds of the CPU per kernel. replay: seconds of the CPU per graph.
         wait: seconds lost each time the CPU waits for the GPU.
-        kernel: seconds that the smallest kernel takes on the GPU, also in a graph.
-        bandwidth: bytes per second. peak: operations per second.
+        kernel: seconds that a small kernel takes on the GPU, also in a graph: 2 us if it works on each number for
+            itself, and 3 to 5 us for the product of a few rows, which reads its weights with few of the processors.
+            About half of the kernels are products.
+        bandwidth: bytes per second, nine tenths of the H200's. peak: operations per second: large products reach half
+            of the H200's.
         size: bytes of a number in matrix products and in the table of modulations.
     """
 
     launch: float = 5e-6
     wait: float = 10e-6
-    kernel: float = 2e-6
+    kernel: float = 3.5e-6
     replay: float = 10e-6
     bandwidth: float = 4.3e12
     peak: float = 500e12
@@ -62,6 +66,12 @@ class Kernels:
         window: a call of `calibrated`. round: of speculation, half of a launch.
         start, join: the work before an iteration's first step, and before its first round.
         published_backbone, published_step: the same for the released sampler.
+        glue: the work between graphs: copies to and from their inputs, and to the CPU, indices, commits. It is launched
+            kernel by kernel, in an iteration and in a launch of `PASSES` rounds.
+        elementwise: bytes that the operations between products move for each channel of a token in a layer of the
+            backbone, and of the head. Products take 16-bit numbers. The backbone's other numbers have 32 bits: a norm
+            and its cast move 14 bytes, twice; GELU moves 16, and adding to the residual 10, twice. In the head, our
+            kernels move 8 bytes between two blocks and 4 inside one.
         gathers: how often a round's modulations are read or written before its head call reads them.
         waits: per iteration. published_waits: per step of the released sampler.
     """
@@ -71,16 +81,22 @@ class Kernels:
     window: tuple[int, int] = (2, 4)
     round: tuple[int, int] = (10, 4)
     start: tuple[int, int] = (32, 6)
-    join: tuple[int, int] = (33, 8)
+    join: tuple[int, int] = (35, 8)
     published_backbone: tuple[int, int] = (33, 10)
     published_step: tuple[int, int] = (63, 9)
+    glue: tuple[int, int] = (14, 8)
+    elementwise: tuple[int, int] = (64, 12)
     gathers: int = 0
     waits: int = 1
     published_waits: int = 9
 
 
 KERNELS = Kernels()  # with the package's own kernels
-PYTORCH = Kernels(step=(10, 6), window=(14, 6), round=(76, 6), start=(219, 6), join=(142, 10), gathers=2)
+PYTORCH = Kernels(
+    step=(10, 6), window=(14, 6), round=(76, 6), start=(219, 6), join=(144, 10), elementwise=(64, 38), gathers=2
+)
+# as above, and the backbone by torch.compile: a norm and its cast are part of adding to the residual
+COMPILED = replace(KERNELS, elementwise=(40, 12), backbone=(30, 8))
 
 
 def count(kernels: tuple[int, int], layers: int) -> int:
@@ -91,12 +107,16 @@ def count(kernels: tuple[int, int], layers: int) -> int:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of every iteration: its kernels, their work [K], the waits of the CPU, and the number of repetitions."""
+    """A part of every iteration: its kernels, their work [K], the waits of the CPU, and the number of repetitions.
+
+    `fits_graph` is false for kernels that are launched one by one also with graphs.
+    """
 
     kernels: float
     work: Work
     times: float = 1.0
     waits: float = 0.0
+    fits_graph: bool = True
 
     def on_device(self, device: Device) -> np.ndarray:
         """Seconds of the GPU: the time of its smallest kernels, or of the work if that takes longer."""
@@ -105,7 +125,7 @@ class Piece:
 
     def on_host(self, device: Device, graphs: bool) -> float:
         """Seconds of the CPU to launch the kernels, or one graph of them."""
-        return self.times * (device.replay if graphs else self.kernels * device.launch)
+        return self.times * (device.replay if graphs and self.fits_graph else self.kernels * device.launch)
 
 
 def as_one(chain: Piece) -> Piece:
@@ -134,6 +154,9 @@ class Iterations(NamedTuple):
     def z(self, kernels: tuple[int, int], waits: float) -> Piece:
         """The backbone's call."""
         work = backbone(self.config, 2 * self.batch, self.known, self.device.size)
+        of_encoder, of_decoder = self.config.buffer_size + self.known, self.config.buffer_size + self.config.seq_len
+        rows = 2 * self.batch * (of_encoder + of_decoder) * self.config.depth
+        work += Work(bytes=self.kernels.elementwise[0] * self.config.embed_dim * rows)
         return Piece(count(kernels, 2 * self.config.depth), work, waits=waits)
 
     def table(self, kernels: tuple[int, int], num_steps: int, classes: float = 2.0) -> Piece:
@@ -143,8 +166,15 @@ class Iterations(NamedTuple):
 
     def call(self, kernels: tuple[int, int], times: float, states: float = 1.0, classes: float = 2.0) -> Piece:
         """Head calls, `times` of them, with a number of states per token."""
-        work = denoise(self.config, classes * self.batch * self.tokens * states, self.device.size)
+        rows = classes * self.batch * self.tokens * states
+        work = denoise(self.config, rows, self.device.size)
+        work += Work(bytes=self.kernels.elementwise[1] * self.config.diffloss_w * self.config.diffloss_d * rows)
         return Piece(count(kernels, self.config.diffloss_d), work, times)
+
+    def glue(self, times: float = 0.0) -> Piece:
+        """The work between graphs, with `times` launches of rounds."""
+        per_iteration, per_launch = self.kernels.glue
+        return Piece(per_iteration + times * per_launch, Work(bytes=np.zeros_like(self.tokens)), fits_graph=False)
 
 
 def published(of: Iterations) -> list[Piece]:
@@ -159,14 +189,15 @@ def published(of: Iterations) -> list[Piece]:
 
 def ar(of: Iterations) -> list[Piece]:
     chain = of.call(of.kernels.step, STEPS)
-    return [of.z(of.kernels.backbone, of.kernels.waits), of.table(of.kernels.start, STEPS), as_one(chain)]
+    table = of.table(of.kernels.start, STEPS)
+    return [of.z(of.kernels.backbone, of.kernels.waits), table, as_one(chain), of.glue()]
 
 
 def calibrated(of: Iterations) -> list[Piece]:
     """The unconditional branch is evaluated at every other call only."""
     chain = of.call(of.kernels.window, HEAD_CALLS, classes=1.5)
     table = of.table(of.kernels.start, HEAD_CALLS, classes=1.5)
-    return [of.z(of.kernels.backbone, of.kernels.waits), table, as_one(chain)]
+    return [of.z(of.kernels.backbone, of.kernels.waits), table, as_one(chain), of.glue()]
 
 
 def speculative(window: int, of: Iterations) -> list[Piece]:
@@ -177,6 +208,7 @@ def speculative(window: int, of: Iterations) -> list[Piece]:
         of.z(of.kernels.backbone, of.kernels.waits),
         of.table(of.kernels.join, STEPS),
         replace(a_round, work=a_round.work + gathered),
+        of.glue(a_round.times / PASSES),
     ]
 
 
@@ -203,7 +235,7 @@ def table() -> str:
     for size in SIZES:
         for batch in BATCHES:
             for num_iter in ITERATIONS:
-                cells = [f"{image_ms(size, batch, num_iter, 'published', False):.0f}"]
+                cells = [f"{image_ms(size, batch, num_iter, 'published', False, kernels=PYTORCH):.0f}"]
                 for method in [*METHODS][1:]:
                     ways = (PYTORCH, False), (KERNELS, False), (KERNELS, True)
                     times = (image_ms(size, batch, num_iter, method, graphs, kernels=own) for own, graphs in ways)

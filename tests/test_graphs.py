@@ -11,6 +11,7 @@ import weakref
 from pathlib import Path
 
 import launching
+import platformdirs
 import pytest
 import standin
 import torch
@@ -42,6 +43,24 @@ def test_other_keys_and_shapes_are_other_graphs():
         for size in (1, 4, 1):
             result = runs.run(key, lambda x, factor=factor: factor * x, torch.ones(size))
             assert result.tolist() == [factor] * size
+
+
+def test_inputs_of_fewer_rows_share_a_graph():
+    runs, calls = replayed(), []
+
+    def scale(by, x, steps):
+        calls.append(len(by))
+        return by.unsqueeze(1) * x + steps
+
+    steps = torch.arange(6.0).view(3, 1, 2)
+    for num in (3, 4, 2):
+        by, x = torch.arange(1.0, num + 1), torch.ones(3, num, 2)
+        padded = runs.run("scale", scale, by, x, steps.expand(3, 4, 2), rows=4)
+        assert torch.equal(padded[:, :num], scale(by, x, steps))
+    assert len(runs._recorded) == 1
+    calls.clear()
+    eager = Graphs(CPU).run("scale", scale, by, x, steps, rows=4)
+    assert torch.equal(eager, padded[:, :2]) and calls == [2]  # without graphs nothing is padded
 
 
 def test_a_graph_that_was_captured_in_inference_mode_can_be_replayed_outside():
@@ -106,8 +125,8 @@ def test_a_function_that_cannot_be_captured_is_called():
 
     runs = Graphs(CPU, enabled=True, capture=refuse)
     with pytest.warns(UserWarning, match="not permitted"):
-        results = [runs.run("add", lambda x: x + 1, torch.ones(1)).item() for _ in range(2)]
-    assert results == [2, 2]
+        results = [runs.run("add", lambda x: x + 1, torch.ones(1), rows=2).tolist() for _ in range(2)]
+    assert results == [[2, 1], [2, 1]]
 
 
 def captured(runs):
@@ -334,6 +353,30 @@ def test_a_machine_without_a_compiler_computes_without_torch_compile(tmp_path):
     command = [sys.executable, "-c", WITHOUT_COMPILER]
     done = subprocess.run(command, env=launching.environment(**settings), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_programs_are_kept_in_the_users_cache_folder(monkeypatch, tmp_path):
+    """torch's default is a temporary folder. A folder that the user chose stays."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(2):  # of two processes, the second one finds the programs of the first
+        assert graphs.programs_folder() == platformdirs.user_cache_path("cspd") / "compiled"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(graphs.programs_folder())
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
+    assert graphs.programs_folder() == tmp_path / "own"
+
+
+def test_how_long_compiling_took_is_kept_for_each_model(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
+    monkeypatch.setattr("cspd.terminal.PATIENCE", 0)
+    for model in ("small", "small", "small", "large"):  # each in a process of its own
+        own = graphs.compiled(functools.partial(double), "doubles")
+        for _ in range(2):  # the second one is not compiled
+            own(model)
+    found = sorted(len(record.read_text().split()) for record in tmp_path.iterdir())
+    assert found == [1, 2]  # seconds at first, and of the last time from the cache
 
 
 def test_a_function_that_cannot_be_compiled_is_called(monkeypatch):

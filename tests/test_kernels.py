@@ -31,6 +31,7 @@ from cspd.graphs import compiled
 from cspd.heads import calibrated, chain
 from cspd.heads.calibrated import Segment
 from cspd.heads.speculative import PASSES, Chains
+from mar import model as mar_model
 from mar.checkpoint import MARS
 from mar.head import Head, filled
 
@@ -313,12 +314,12 @@ def test_launches(depth, fused):
     kernels.fuse(head, META)
     steps, calls = ([work(head, num) for num in (4, 8)] for work in (of_steps, of_windows))
     step, window = ((more - few) / 4 for few, more in (steps, calls))
-    chains, names = rounds_of(head), torch.empty(4, 3, dtype=torch.int64, device=META)
+    chains = rounds_of(head)
     found = {
         "step": step,
         "window": window,
         "start": steps[0] - 4 * step,
-        "join": launched(chains._join, CHAIN, names, Z, ROW, ROW, 0),
+        "join": launched(chains._join, 0, CHAIN, CHAIN, CHAIN, CHAIN, Z, ROW, ROW),
         "round": launched(chains._run_passes, CHAIN) / PASSES,  # with the table of modulations that was joined
     }
     counted = gpu_costs.KERNELS if fused else gpu_costs.PYTORCH
@@ -352,7 +353,7 @@ class Case(NamedTuple):
 
 CASES = {  # by family and method
     "MAR ar": Case(LATE, 485, 52),
-    "MAR speculative": Case(MAR | {"window": 3, "draft": "frozen"}, 1010, 250, CHAINS),
+    "MAR speculative": Case(MAR | {"window": 3, "draft": "frozen"}, 1010, 90, CHAINS),
     "MAR calibrated": Case(MAR | {"head_calls": 3}, 455, 52),
     "MAR disa": Case(LATE | {"upper": 6, "lower": 3}, 485, 65),
     "MAR ddim": Case(LATE, 510, 52),
@@ -480,10 +481,25 @@ def backend(request, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=request.param))
 
 
+def test_what_is_compiled_for_mar(small_mar, monkeypatch):
+    """The backbone, and the denoising steps of `ar` but for the first one and the last few: tokens up to rounding."""
+    functions = []
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: functions.append(function) or function)
+    compiled.cache_clear()
+    steps = 2 + 2 * chain.COMPILED_STEPS
+    requests = [Request(label=i, seed=i, num_iter=4, num_sampling_steps=steps, cfg=2.0, method="ar") for i in range(3)]
+    eager, fused = (Engine(MARModels(small_mar), max_batch=2, compiled=c).generate(requests) for c in (False, True))
+    compiled.cache_clear()
+    assert functions == [mar_model.MAR.forward, chain.several_steps]
+    for a, b in zip(eager, fused):
+        assert relative_error(b.tokens, a.tokens) < 1e-3
+
+
 @pytest.mark.slow  # tracing takes ten seconds, making the kernels a minute
 @pytest.mark.usefixtures("backend")
-def test_compiled_rounds_agree(small_mar):
-    settings = {"num_iter": 4, "num_sampling_steps": 12, "cfg": 2.0, "window": 4}
+@pytest.mark.parametrize("own", [{"window": 4}, {"method": "ar"}], ids=["speculative", "ar"])
+def test_compiled_rounds_agree(own, small_mar):
+    settings = {"num_iter": 4, "num_sampling_steps": 12, "cfg": 2.0, **own}
     requests = [Request(label=i, seed=i, **settings) for i in range(3)]  # 3 to 70 chains: one program for all shapes
     eager, fused = (Engine(MARModels(small_mar), max_batch=3, compiled=c).generate(requests) for c in (False, True))
     for a, b in zip(eager, fused):

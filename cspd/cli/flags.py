@@ -674,7 +674,7 @@ def _add_machine(parser: Parser) -> None:
     _add_device(group)
     text = "fp32: float32 throughout; tf32, bf16: faster on a GPU (docs/precision.md) (default: %(default)s)"
     group.add_argument("--precision", default="fp32", choices=PRECISIONS, metavar="NAME", help=text)
-    text = "compile MAR's speculative rounds and VQ models' layers: half a minute on first use, then faster"
+    text = "compile MAR's backbone, the steps of ar and speculative, and VQ layers: minutes on first use, then faster"
     _rare(group.add_argument("--compile", action="store_true", help=text))
     text = "capture fixed-shape work as CUDA graphs (default: enabled on NVIDIA GPUs; not available on CPU)"
     _rare(group.add_argument("--graphs", action=argparse.BooleanOptionalAction, help=text))

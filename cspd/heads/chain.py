@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from cspd import kernels
 from cspd.device import Precision, all_bytes, send, send_integers
+from cspd.graphs import compiled
 from cspd.method import ModelRunner, as_it_is, nothing_more
 from cspd.option import Option, check_integer
 from cspd.request import Request, Sequence, Stopwatch
@@ -96,6 +96,7 @@ class ContinuousRunner(ModelRunner, Protocol):
         tokens: float32 [slots, L, d]. order: int64 [slots, L], positions in generation order.
         token_cost, audit: float32 [slots, L], each token's cost, and its audited divergence.
         round_state: state that methods keep between rounds, by the key of their sequences.
+        compiled: whether chains run through torch.compile.
     """
 
     models: Any
@@ -109,6 +110,7 @@ class ContinuousRunner(ModelRunner, Protocol):
     token_cost: Tensor
     audit: Tensor
     round_state: dict[Hashable, dict]
+    compiled: bool
 
     def next_rows(self, batch: list[Sequence], limit: int | None = None) -> Rows:
         """The rows that the next iteration of each sequence predicts, until at most `limit` tokens are committed."""
@@ -215,7 +217,7 @@ def denoiser(name: str, guarantee: str = "heuristic", **attributes: Any) -> Call
 def by_row(runner: Any, key: Hashable | None, draw: Draw, rows: Rows, z: Tensor) -> Tensor:
     """The tokens [R, d] that `draw` makes of rows and their conditions z.
 
-    With CUDA graphs the rows are padded with zeros to one of a few sizes, so that a graph can be replayed.
+    With CUDA graphs the rows are padded to one of a few sizes, so that a graph can be replayed.
 
     Args:
         key: as in `Graphs.run`; None if `draw` also does something on the CPU, so that it cannot be captured.
@@ -224,10 +226,7 @@ def by_row(runner: Any, key: Hashable | None, draw: Draw, rows: Rows, z: Tensor)
     if key is None:
         return draw(*inputs)
     num_rows = len(rows.seed)
-    padding = runner.graphs.size(num_rows) - num_rows
-    if padding:
-        inputs = tuple(F.pad(each, (0, padding) if each.dim() == 1 else (0, 0, 0, padding)) for each in inputs)
-    return runner.graphs.run(key, draw, *inputs)[:num_rows]
+    return runner.graphs.run(key, draw, *inputs, rows=runner.graphs.size(num_rows))[:num_rows]
 
 
 # The head's modulations. They do not depend on the noisy token, so many timesteps are computed at once.
@@ -314,6 +313,9 @@ FIRST_TIMESTEP = Option(
 )
 ANCESTRAL_OPTIONS = (FIRST_TIMESTEP,)
 SHORT, SHORT_FIRST = 25, 950  # chains of fewer steps should begin there
+# Each call of a compiled function takes the time of a step or so: a function of one step would be slower than eager
+# PyTorch. Compiling takes longer the more steps it has.
+COMPILED_STEPS = 5
 Trace = Callable[[int, Tensor, Tensor, Tensor], None]
 Outputs = Callable[[Head, Tensor, Several[int], Precision], Iterable[tuple[range, Iterator[Callable[..., Tensor]]]]]
 
@@ -323,6 +325,7 @@ class Steps(NamedTuple):
 
     Attributes:
         timesteps: of the 1000. mean_x, mean_eps, slope: of each step, on the CPU, see `Schedule`.
+        numbers: float32 [T, 3], the same three on the device.
         t: int64 [T], the steps T - 1 .. 0. sigma: float32 [T, 1, 1], of their noise if v = 0 and tau = 1; the last
             is 0.
     """
@@ -331,6 +334,7 @@ class Steps(NamedTuple):
     mean_x: list[float]
     mean_eps: list[float]
     slope: list[float]
+    numbers: Tensor
     t: Tensor
     sigma: Tensor
 
@@ -343,8 +347,11 @@ def chain_steps(num_steps: int, first_timestep: int, device: torch.device) -> St
         sigma = torch.as_tensor(s.log_sigma_base[::-1].copy(), dtype=torch.float32, device=device).exp()
         sigma[-1] = 0  # the last step adds no noise
         t = torch.arange(num_steps - 1, -1, -1, device=device)
-    columns = (values[::-1].tolist() for values in (s.mean_x, s.mean_eps, s.log_sigma_slope))
-    return Steps(tuple(s.timestep_map[::-1].tolist()), *columns, t, sigma.view(-1, 1, 1))  # type: ignore[call-arg]
+        columns = [values[::-1].tolist() for values in (s.mean_x, s.mean_eps, s.log_sigma_slope)]
+        numbers = torch.tensor(columns, device=device).t().contiguous()
+    timesteps = tuple(s.timestep_map[::-1].tolist())
+    mean_x, mean_eps, slope = columns
+    return Steps(timesteps, mean_x, mean_eps, slope, numbers, t, sigma.view(-1, 1, 1))
 
 
 def evaluate(
@@ -422,11 +429,15 @@ def follow(
     precision: Precision,
     trace: Trace | None,
     outputs: Outputs,
+    is_compiled: bool = False,
 ) -> Tensor:
     """`ancestral` with noise eps_t [T, R, d] drawn in advance, in the order of the steps."""
     added = eps_t * (steps.sigma * temperature)
-    if trace is None and outputs is every_output and kernels.available(x.device):
-        return _follow_by_kernels(head, z, scale, x, added, steps, precision)
+    if trace is None and outputs is every_output:
+        if kernels.available(x.device):
+            return _follow_by_kernels(head, z, scale, x, added, steps, precision)
+        if is_compiled:
+            return _follow_compiled(head, z, scale, x, added, steps, precision)
     for calls, by_call in outputs(head, z, steps.timesteps, precision):
         with precision.full() if calls[0] == 0 else precision.fast():
             for call, output in zip(calls, by_call):
@@ -450,6 +461,44 @@ def _follow_by_kernels(
                 numbers = steps.mean_x[call], steps.mean_eps[call], steps.slope[call]
                 x = ancestral_step(own_head.head, x, modulations, added[call], scale, *numbers)
         del by_call, modulations
+    return x
+
+
+def _follow_compiled(
+    head: Head, z: Tensor, scale: Tensor, x: Tensor, added: Tensor, steps: Steps, precision: Precision
+) -> Tensor:
+    """`follow` with `COMPILED_STEPS` steps at a time by torch.compile; the first step and the last few are eager."""
+    with precision.full():
+        c_embed = head.cond_embed(z)
+        t_embed = head.time_embed(on_device(steps.timesteps, z.device))[:, None, None]
+        x = several_steps(head, x, head.modulations(t_embed[:1], c_embed), added[:1], scale, steps.numbers[:1])
+    own_head, run = precision.prepare(head), compiled(several_steps, "denoising steps")
+    with precision.fast():
+        for first in range(1, len(added), COMPILED_STEPS):
+            own = slice(first, first + COMPILED_STEPS)
+            if own.stop > len(added):  # another number of steps would be another program
+                run = several_steps
+            layers = own_head.modulations(t_embed[own], c_embed)
+            x = run(own_head, x, layers, added[own], scale, steps.numbers[own])
+    return x
+
+
+def several_steps(
+    head: Head, x: Tensor, layers: Several[Tensor], added: Tensor, scale: Tensor, numbers: Tensor
+) -> Tensor:
+    """The state [R, d] after n steps from x [R, d].
+
+    Args:
+        layers: the head's modulations at these steps [n, G, R, ..]. added: tau sigma_t eps_t [n, R, d].
+        numbers: [n, 3], see `Steps`.
+    """
+    ready = head.ready()
+    split = head.split(layers)
+    for step in range(len(numbers)):
+        mean_x, mean_eps, slope = numbers[step].unbind()
+        out = ready.denoise(x, [tuple(part[step] for part in layer) for layer in split])
+        eps, v = guided(out, scale)
+        x = torch.addcmul(x * mean_x + eps * mean_eps, torch.exp(v * slope), added[step])
     return x
 
 
@@ -480,18 +529,20 @@ def drawing(
     index: int = 0,
     trace: Trace | None = None,
     outputs: Outputs = every_output,
+    is_compiled: bool = False,
 ) -> Draw:
     """The whole chain as a function of tensors; it can be captured as a graph, unless it is traced.
 
     Args:
-        noise: its source, see `cspd.noise`. index: of the noise. The others are as in `ancestral`.
+        noise: its source, see `cspd.noise`. index: of the noise. is_compiled: take steps by torch.compile. The others
+            are as in `ancestral`.
     """
     steps = chain_steps(num_steps, first_timestep, precision.device)
 
     def draw(z: Tensor, scale: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
         x = noise.initial(seed, position, head.channels, index)
         eps_t = noise.steps(seed, position, steps.t, head.channels, index)
-        return follow(head, z, scale, temperature, x, eps_t, steps, precision, trace, outputs)
+        return follow(head, z, scale, temperature, x, eps_t, steps, precision, trace, outputs, is_compiled)
 
     return draw
 
@@ -571,6 +622,7 @@ def denoise_ancestral(
         index=index,
         trace=trace,
         outputs=outputs,
+        is_compiled=runner.compiled,
     )
     key = None if trace else ("ancestral", model, num_steps, first_timestep, index, outputs)
     tokens = by_row(runner, key, draw, rows, z)

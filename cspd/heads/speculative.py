@@ -201,8 +201,10 @@ class Chains:
                 draft table's. index: of x_T and eps_t, see `cspd.noise.initial`.
         """
         slots = self._reserve(len(owners), num_branches=len(z))
-        names = torch.stack([row, seed, position], dim=1)
-        self._join(send_integers(slots, self.device), names, z, scale, temperature, index)
+        size = self._graphs.size(len(slots))
+        here = send_integers(slots + [NOBODY] * (size - len(slots)), self.device)
+        join, key = functools.partial(self._join, index), (self._slots.key, "join", index)
+        self._graphs.run(key, join, here, row, seed, position, z, scale, temperature, rows=size)
         left, since = self.num_steps - 1, self._launches + 1
         self._chains = self._chains + [_Chain(owner, slot, since, left) for owner, slot in zip(owners, slots)]
         self._rows = None
@@ -234,9 +236,19 @@ class Chains:
         with self.precision.fast():
             return self._fast_head.modulations(self._t_embed, c_embed.unsqueeze(2))
 
-    def _join(self, here: Tensor, names: Tensor, z: Tensor, scale: Tensor, temperature: Tensor, index: int) -> None:
-        """Takes the first step of chains and writes them to slots `here` [N]; names: (row, seed, position) [N, 3]."""
-        slots, (_, seed, position) = self._slots, names.unbind(1)
+    def _join(
+        self,
+        index: int,
+        here: Tensor,
+        row: Tensor,
+        seed: Tensor,
+        position: Tensor,
+        z: Tensor,
+        scale: Tensor,
+        temperature: Tensor,
+    ) -> tuple[()]:
+        """Takes the first step of chains and writes them to slots `here` [N]; other arguments as in `start`."""
+        slots = self._slots
         x, eps_t, uniform = self.noise.chain(
             seed, position, self.num_steps, self.head.channels, index, int(self.drafting)
         )
@@ -255,12 +267,14 @@ class Chains:
                 first = self.head.modulations(self._t_embed[-1], c_embed)
             state, log_sigma = first_step(self.head, x, eps_t[:, -1], first, scale, temperature, self.num_steps)
         slots.state[here, :4] = state
-        slots.names[here] = names
+        slots.names[here] = torch.stack([row, seed, position], dim=1)
         slots.scale[here] = scale.unsqueeze(1)
         slots.log_sigma[here] = log_sigma.sum(-1)
         slots.c_embed[here] = c_embed[:, : len(x)].transpose(0, 1)
         slots.progress[here] = slots.first_progress
+        slots.progress[NOBODY] = slots.no_progress  # the rows that pad a graph were written there too
         slots.record[here] = slots.first_record
+        return ()
 
     def advance(self) -> Finished | None:
         """Launches one or several passes of every chain; returns the chains that are known to have ended."""

@@ -158,7 +158,7 @@ def measure(
             break
         z = torch.randn(num_branches, size, head.cond_embed.in_features, generator=generator).to(device)
         chains = Chains(head, table, precision, _AcceptAll, graphs=runner, compiled=compiled)
-        times = _time_one_size(chains, z, runner)
+        times = _time_one_size(chains, z, runner, compiled)
         for name, seconds in times.items():
             smaller = measured[name][-1:]
             measured[name].append(max([min(seconds), *smaller]))  # a larger size is never faster, except by noise
@@ -168,13 +168,13 @@ def measure(
     return Costs(rows=rows, inputs=[size * WINDOW for size in rows], table_size=limit, **measured)
 
 
-def _time_one_size(chains: Chains, z: Tensor, graphs: Graphs) -> dict[str, list[float]]:
+def _time_one_size(chains: Chains, z: Tensor, graphs: Graphs, compiled: bool) -> dict[str, list[float]]:
     """Seconds of an ancestral step, of starting chains (per step), and of a pass, for conditions z [G, R, D]."""
     device, size = z.device, z.shape[1]
     seed, position = torch.arange(size, device=device), torch.arange(size, device=device)
     ones = torch.ones(size, 1, device=device)  # guidance scales and temperatures
 
-    draw = drawing(chains.head, noise, ANCESTRAL_STEPS, chains.precision)
+    draw = drawing(chains.head, noise, ANCESTRAL_STEPS, chains.precision, is_compiled=compiled)
 
     def run_ancestral() -> None:
         graphs.run("ancestral", draw, z, ones, ones, seed, position)

@@ -211,7 +211,7 @@ class Slots:
         names: int64 [C, 3], the chain's row, and the seed and position of its noise. log_sigma: [C], the sum so far.
         draws: [C, T, d + 1], eps_t and the log of a uniform draw for each step. c_embed: [C, G, width], conditions.
         record: int64 [C, T], see `speculative.Finished`.
-        first_progress, first_record: values of a chain after its first step.
+        first_progress, first_record: values of a chain after its first step. no_progress: of one that stands still.
         key: identifies the graphs that were captured over these tensors.
     """
 
@@ -229,10 +229,12 @@ class Slots:
         self.draws = zeros(num_steps, head.channels + 1)
         self.record = zeros(num_steps, dtype=torch.int64)
         self.c_embed = zeros(num_branches, head.width)
-        # `fill_` starts a kernel; an assignment to one element would copy the number from the CPU, and wait
-        self.progress[NOBODY, LEFT].fill_(num_steps)  # its window is then read from slot 0, see `end_indices` of `move`
-        self.progress[NOBODY, PHASE].fill_(SEARCHING)
         self.first_progress, self.first_record = self.progress.new_zeros(4), self.record.new_zeros(num_steps)
+        self.no_progress = self.progress.new_zeros(4)
+        # `fill_` starts a kernel; an assignment to one element would copy the number from the CPU, and wait
+        self.no_progress[LEFT].fill_(num_steps)  # its window is then read from slot 0, see `end_indices` of `move`
+        self.no_progress[PHASE].fill_(SEARCHING)
+        self.progress[NOBODY] = self.no_progress
         self.first_progress[LEFT].fill_(num_steps - 1)
         self.first_record[-1].fill_(1)
         self.key = object()

@@ -237,8 +237,9 @@ class MARModels:
         """A model runner of these models, which are already on the device.
 
         Args:
-            compiled: run speculative passes through torch.compile. cache: replaces `calibrations`, the folder to look
-                for calibrations in before the user's cache directory. Others as in `MARRunner`.
+            compiled: run the backbone, denoising steps and speculative passes through torch.compile.
+            cache: replaces `calibrations`, the folder to look for calibrations in before the user's cache directory.
+            Others as in `MARRunner`.
 
         Raises:
             ValueError: memory is too small.
@@ -258,6 +259,7 @@ class MARModels:
             vae=self.vae,
             tuning=tuning,
             graphs=graphs,
+            compiled=compiled,
         )
 
     def check(self) -> None:

@@ -17,6 +17,7 @@ from cspd import kernels
 from cspd import noise as philox_noise
 from cspd.device import Precision, check_fits, send, send_integers
 from cspd.graphs import Graphs
+from cspd.graphs import compiled as by_compiler
 from cspd.heads.chain import Rows
 from cspd.masked.orders import ORDERS, cosine, largest, timetable
 from cspd.method import Method, complete, with_tokens
@@ -74,6 +75,7 @@ class MARRunner:
         draft: a smaller model of the same tokens. vae: their autoencoder, for images.
         tuning: a `cspd.heads.tuning.Tuning`, for methods that speculate in the head.
         graphs: captures and replays work of fixed shape; by default nothing is captured.
+        compiled: whether the full backbone and denoising steps run through torch.compile.
 
     Attributes:
         tokens: float32 [slots, L, d]. order: int64 [slots, L], positions in generation order.
@@ -98,6 +100,7 @@ class MARRunner:
         vae: AutoencoderKL | None = None,
         tuning: Any = None,
         graphs: Graphs | None = None,
+        compiled: bool = False,
     ) -> None:
         self.target = target
         self.models = {"target": target, "draft": draft}
@@ -105,6 +108,7 @@ class MARRunner:
         self.tuning = tuning
         self.device, self.precision, self.noise = device, precision, noise
         self.graphs = graphs or Graphs(device, enabled=False)
+        self.compiled = compiled
         self.config = target.config
         self.defaults = defaults_of(target.config)
         self.seq_len = target.config.seq_len
@@ -339,9 +343,12 @@ class MARRunner:
         tokens, order, embedding = self.inputs(model, slots, num_branches)
         committed = committed.repeat(num_branches)
         positions = following(order, committed, most)
-        backbone = self.precision.prepare(self.models[model])  # type: ignore[type-var]
+        backbone: Any = self.precision.prepare(self.models[model])  # type: ignore[type-var]
+        if self.compiled:
+            backbone = functools.partial(by_compiler(MAR.forward, "the backbone"), backbone)
+            padded = max(padded, 2)  # for 0 and 1 torch.compile would make programs of their own
         with self.precision.fast():
-            z = backbone(tokens, order, committed, embedding, positions, padded).float()  # type: ignore[misc]
+            z = backbone(tokens, order, committed, embedding, positions, padded).float()
         return z.unflatten(0, (num_branches, len(slots)))
 
     def inputs(self, model: str, slots: Tensor, num_branches: int) -> tuple[Tensor, Tensor, Tensor]:
