@@ -57,7 +57,7 @@ def test_inputs_of_fewer_rows_share_a_graph():
         by, x = torch.arange(1.0, num + 1), torch.ones(3, num, 2)
         padded = runs.run("scale", scale, by, x, steps.expand(3, 4, 2), rows=4)
         assert torch.equal(padded[:, :num], scale(by, x, steps))
-    assert len(runs._recorded) == 1
+    assert len(captured(runs)) == 1
     calls.clear()
     eager = Graphs(CPU).run("scale", scale, by, x, steps, rows=4)
     assert torch.equal(eager, padded[:, :2]) and calls == [2]  # without graphs nothing is padded
