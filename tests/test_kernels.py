@@ -49,7 +49,7 @@ CUDA = torch.device("cuda", 0)
 NUM_STEPS = 100
 
 
-@pytest.mark.slow  # two minutes
+@pytest.mark.slow  # four minutes
 def test_interpreted_kernels_agree_with_pytorch():
     """The tests in tests/kernels, in a process of their own, which Triton's interpreter needs."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(INTERPRETED)]
@@ -210,7 +210,7 @@ def check_targets(capability):
     assert not missing
 
 
-@pytest.mark.slow  # a minute each
+@pytest.mark.slow  # a quarter of a minute each
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 def test_kernels_compile_for(capability):
     """Each in a process of its own: Triton returns what it compiled before for the same device index."""
