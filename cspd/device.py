@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -288,16 +289,67 @@ class Precision:
 
     @contextlib.contextmanager
     def _switch(self, tf32: bool) -> Iterator[None]:
-        flags: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]  # matrix products, convolutions
-        before = [flag.allow_tf32 for flag in flags]
-        for flag in flags:
-            flag.allow_tf32 = tf32
+        before = {flag: _flag(*flag) for flag in FLAGS}
         try:
+            _set_products(tf32)
             with torch.autocast(self.device.type, enabled=False):  # the caller may have enabled it
                 yield
         finally:
-            for flag, value in zip(flags, before):
-                flag.allow_tf32 = value
+            for (module, name), value in before.items():
+                if value is not None:
+                    _set_flag(module, name, value)
+
+    def flags(self) -> dict[str, Any]:
+        """Flags of torch inside `fast`, for records. They are of CUDA: the dictionary is empty on a CPU.
+
+        "matmul_precision": of float32 products, "ieee" (float32 throughout) or "tf32". "bf16_reduction": whether sums
+        of bfloat16 products may be rounded to bfloat16 on the way.
+        """
+        if self.device.type != "cuda":
+            return {}
+        with self.fast():
+            is_tf32 = _flag(MATMUL, OLDER) or _flag(MATMUL, NEWER) == TF32
+            allowed = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+        return {"matmul_precision": TF32 if is_tf32 else IEEE, "bf16_reduction": allowed}
+
+
+# Flags of torch, which hold for the whole process. The precision of float32 products has two interfaces: `allow_tf32`,
+# and from torch 2.9 `fp32_precision`. Setting the older one also sets the newer one. Reading the older one raises
+# RuntimeError after the newer one was set to another value; until then torch.compile may read it.
+
+MATMUL, CUDNN, CONV = "cuda.matmul", "cudnn", "cudnn.conv"  # in torch.backends
+OLDER, NEWER, REDUCTION = "allow_tf32", "fp32_precision", "allow_bf16_reduced_precision_reduction"
+FLAGS = ((MATMUL, OLDER), (CUDNN, OLDER), (MATMUL, NEWER), (CONV, NEWER), (MATMUL, REDUCTION))
+TF32, IEEE = "tf32", "ieee"
+
+
+def _flag(module: str, name: str) -> Any:
+    """The value of a flag; None if this version of torch does not have it, or if it cannot be read."""
+    try:
+        owner = attrgetter(module)(torch.backends)
+        value = getattr(owner, name)
+    except (AttributeError, RuntimeError):
+        return None
+    split_k = getattr(owner, f"{name}_split_k", None)  # newer versions set both, and a single value would reset this
+    return value if split_k is None else (value, split_k)
+
+
+def _set_flag(module: str, name: str, value: Any) -> None:
+    """Sets a flag, unless it has the value: one that is inherited from `torch.backends` would no longer be."""
+    if _flag(module, name) != value:
+        setattr(attrgetter(module)(torch.backends), name, value)
+
+
+def _set_products(tf32: bool) -> None:
+    """Sets the precision of float32 products, and keeps sums of bfloat16 products in float32."""
+    for older, newer in ((MATMUL, MATMUL), (CUDNN, CONV)):
+        if _flag(older, OLDER) is not None:
+            _set_flag(older, OLDER, tf32)
+        precision = _flag(newer, NEWER)
+        if precision is not None and (precision == TF32) != tf32:  # False of the older one may mean: as inherited
+            _set_flag(newer, NEWER, TF32 if tf32 else IEEE)
+    reduction = _flag(MATMUL, REDUCTION)
+    _set_flag(MATMUL, REDUCTION, (False, reduction[1]) if isinstance(reduction, tuple) else False)
 
 
 def precision_of(precision: str | Precision, device: torch.device) -> Precision:

@@ -479,7 +479,7 @@ class Engine:
         """The machine and the settings of this engine, for records."""
         graphs = self.graphs.enabled or None  # None as in older records
         how = {"precision": self.precision.policy, "compiled": self.compiled, "graphs": graphs}
-        return describe(self.device) | how
+        return describe(self.device) | how | self.precision.flags()
 
     # A request is checked once: `checked` fills its defaults in, `prepare` also decides what may take a calibration.
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
+import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
@@ -27,8 +28,11 @@ class Launch(NamedTuple):
     compiled: Callable[[], Any]
 
 
-class H100:
-    """The parts of a driver that Triton needs to compile."""
+class Driver:
+    """The parts of a driver that Triton needs to compile for a GPU of a compute capability, such as 90."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
 
     def get_current_device(self) -> int:
         return 0
@@ -37,7 +41,7 @@ class H100:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
 
 class Operations(TorchDispatchMode):
@@ -70,9 +74,26 @@ def noted() -> Iterator[tuple[list[Launch], list[str]]]:
         yield launches, operations.names
 
 
-def pretended_h100() -> contextlib.AbstractContextManager[Any]:
-    """Inside it Triton compiles for an H100."""
-    return mock.patch.object(type(triton.runtime.driver), "active", H100())
+def pretended(capability: int) -> contextlib.AbstractContextManager[Any]:
+    """Inside it Triton compiles for a compute capability: one in a process, since it caches programs by device."""
+    return mock.patch.object(type(triton.runtime.driver), "active", Driver(capability))
+
+
+@triton.jit
+def _nothing(x):
+    pass
+
+
+def can_target(capability: int) -> bool:
+    """Whether Triton and its assembler know a compute capability."""
+    with noted() as (launches, _):
+        _nothing[(1,)](torch.empty(1))
+    with pretended(capability):
+        try:
+            launches[0].compiled()
+        except (RuntimeError, ValueError, KeyError):
+            return False
+    return True
 
 
 def resources(cubin: bytes, cuobjdump: str) -> dict[str, int]:

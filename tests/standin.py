@@ -1,8 +1,8 @@
-"""A stand-in for CUDA on machines without it: tensors that claim to be on `cuda:0`, hold their data on the CPU, and are
-watched.
+"""A stand-in for CUDA on machines without it: tensors that claim to be on `cuda:1`, hold their data on the CPU, and are
+watched. The current device is `cuda:0`, so that what forgets the device ends up on the wrong one.
 
     with standin.cuda() as gpu:
-        engine = Engine(models, device="cuda:0")
+        engine = Engine(models, device=standin.DEVICE)
         ...
         print(gpu.kernels.total(), gpu.reads, gpu.blocking)
 
@@ -11,15 +11,20 @@ All numbers are computed on the CPU. It counts:
 * a read if the CPU waits for the device: `item`, `tolist`, `nonzero`, an index by a mask, a synchronisation;
 * a blocking copy, to the device from memory that is not pinned or without `non_blocking`.
 
-As on a GPU, an operation on tensors of both devices raises RuntimeError. So do a norm whose weights and input differ
-in type, and a read while a graph is captured. A non-blocking copy to the CPU holds rubbish until an event recorded
-after it has passed. A graph is the list of its operations, run again. At the end everything is undone, except that
-models stay on the device: pass copies of shared models.
+As on a GPU, an operation on tensors of both devices raises RuntimeError. So do a tensor on the wrong GPU, a norm whose
+weights and input differ in type, and a read while a graph is captured. A non-blocking copy to the CPU holds rubbish
+until an event recorded after it has passed. A graph is the list of its operations, run again. At the end everything is
+undone, except that models stay on the device: pass copies of shared models.
+
+Each operation also runs once on fake tensors of `cuda:1`, by torch's own rules for CUDA, and fails as it does there. A
+result of another type or shape than the CPU's is an error, and a result has the strides that CUDA gives it. The
+compiler traces what torch.compile is given on fake tensors, and the function itself computes it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
 import types
@@ -33,23 +38,28 @@ import pytest
 import torch
 from timeline import Event, Graph, Pool, Stream, Timeline
 from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
-DEVICE = torch.device("cuda:0")
+DEVICE = torch.device("cuda:1")
 # otherwise torch asks for a driver
 POSSIBLE = torch.backends.cuda.is_built() and hasattr(torch._C, "_ensureCUDADeviceGuardSet")
 ROOT = Path(__file__).parent.parent
 OURS = tuple(f"{ROOT / package}/" for package in ("cspd", "mar"))
 RUBBISH = 0x7F  # every byte of a copy that has not arrived
+COMPILE = torch.compile
 ATTENTION = functional.scaled_dot_product_attention
 READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim"}
 NORMS = {"native_layer_norm", "native_group_norm"}  # a CPU also takes float32 weights with bfloat16 inputs
 INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
-NOTHING = (
-    "_lazy_init current_device max_memory_allocated memory_allocated memory_reserved reset_peak_memory_stats".split()
-)
+NOTHING = "_lazy_init max_memory_allocated memory_allocated memory_reserved reset_peak_memory_stats".split()
 NO_KERNEL = set(
     "_conj _reshape_alias _unsafe_view alias as_strided chunk detach diagonal empty empty_like empty_strided expand"
     " lift_fresh movedim narrow new_empty new_empty_strided permute real imag select slice split split_with_sizes"
@@ -85,7 +95,7 @@ def _ours(code: types.CodeType) -> str | None:
 
 
 class OnDevice(Tensor):
-    """A tensor that claims to be on `cuda:0`, and the CPU tensor that holds its values."""
+    """A tensor that claims to be on `cuda:1`, and the CPU tensor that holds its values."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -102,6 +112,10 @@ class OnDevice(Tensor):
 
     def record_stream(self, stream: Stream) -> None:
         """Its memory is not shared anyway."""
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        """A fake tensor, for the compiler."""
+        return memo.setdefault(id(self), _fake(self))
 
     def tolist(self) -> Any:
         return self.to("cpu").tolist()
@@ -124,6 +138,8 @@ class StandIn(TorchDispatchMode):
         self.timeline = Timeline()
         self.streams = 0  # that were handed out
         self.workspaces: dict[int, object] = {}  # of cuBLAS, by stream
+        self.current = 0  # the index of the current device
+        self.compiled = 0  # calls of what torch.compile returned
         self._pinned: dict[int, Tensor] = {}  # by address; held, so that their memory is not reused
         self._graph: Graph | None = None
         self.reset()
@@ -144,6 +160,13 @@ class StandIn(TorchDispatchMode):
             raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
         places[place(what)] += 1
         self.timeline.reach(event or self.timeline.recorded + 1)
+
+    def exchange(self, index: int) -> int:
+        """Makes another device the current one, unless the index is negative, and returns the index of the last one."""
+        before = self.current
+        if index >= 0:
+            self.current = index
+        return before
 
     @contextlib.contextmanager
     def capture(self, graph: Graph, pool: Pool, stream: Stream, **settings: object) -> Iterator[None]:
@@ -169,7 +192,10 @@ class StandIn(TorchDispatchMode):
         pinned = kwargs.pop("pin_memory", False) or name == "_pin_memory"
         there = any(are_there)
         if kwargs.get("device") is not None:
-            there = torch.device(kwargs["device"]).type == "cuda"
+            asked = torch.device(kwargs["device"])
+            there = asked.type == "cuda"
+            if there and (self.current if asked.index is None else asked.index) != DEVICE.index:
+                raise RuntimeError(f"{name} on {asked} while the current device is {self.current}, not on {DEVICE}")
             kwargs["device"] = torch.device("cpu")  # where the values really are
         if name == "copy_":
             there = isinstance(args[0], OnDevice)
@@ -193,6 +219,8 @@ class StandIn(TorchDispatchMode):
         self.count(name)
         own_args, own_kwargs = _held(args), _held(kwargs)
         results = operation(*own_args, **own_kwargs)
+        if name not in NO_KERNEL:
+            results = self._trace(name, operation, args, kwargs, results)
         if self._graph is not None:
             self._graph.operations.append((operation, own_args, own_kwargs, results))
         # an operation in place returns the tensor that it was given
@@ -200,6 +228,52 @@ class StandIn(TorchDispatchMode):
         return tree_map_only(
             Tensor, lambda result: given[id(result)] if id(result) in given else OnDevice(result), results
         )
+
+    def _trace(self, name: str, operation: Callable, args: tuple, kwargs: dict, results: Any) -> Any:
+        """The CPU's results, with the strides that they have on CUDA. Raises RuntimeError as torch does there."""
+        if "device" in kwargs:
+            kwargs = kwargs | {"device": DEVICE}
+        leaves, tree = tree_flatten((args, kwargs))
+        key = operation, tree, *map(_described, leaves)
+        if key not in TRACED:
+            with FAKES:
+                fake_args, fake_kwargs = tree_map_only(Tensor, _fake, (args, kwargs))
+                try:
+                    traced = operation(*fake_args, **fake_kwargs)
+                    TRACED[key] = [_described(leaf) for leaf in tree_leaves(traced)]
+                except (DynamicOutputShapeException, DataDependentOutputException):
+                    TRACED[key] = None
+        if TRACED[key] is None:  # the shape or the value depends on data
+            return results
+        given = {id(_held(leaf)) for leaf in leaves}
+        expected = iter(TRACED[key])
+
+        def laid_out(own: Any) -> Any:
+            fake = next(expected)
+            if not isinstance(own, Tensor) or id(own) in given:
+                return own
+            if (own.dtype, own.shape) != fake[:2] and name not in NORMS:  # whose statistics have another type
+                raise RuntimeError(f"{name}: {own.dtype} {own.shape} on the CPU and {fake} on {DEVICE}")
+            if own.stride() == fake.stride or name == "attention":  # whose kernels have the CPU's layout, unlike a fake
+                return own
+            return torch.empty_strided(own.shape, fake.stride, dtype=own.dtype).copy_(own)
+
+        return tree_map(laid_out, results)
+
+    def compile(self, function: Callable, **settings: Any) -> Callable:
+        """As torch.compile: traces each call on fake tensors, and computes it by the function itself."""
+        traced = COMPILE(function, backend="aot_eager", **settings)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.compiled += 1
+            with _disable_current_modes():
+                fake_args, fake_kwargs = copy.deepcopy((args, kwargs))
+                # the compiler saves the state of a generator, if there is a GPU
+                with FAKES, mock.patch.object(torch.cuda, "is_available", lambda: False):
+                    traced(*fake_args, **fake_kwargs)
+            return function(*args, **kwargs)
+
+        return call
 
     def attention(self, query: Tensor, *others: Tensor, **settings: Any) -> Tensor:
         """scaled_dot_product_attention as one kernel; torch would decompose it for a device without such a kernel."""
@@ -257,6 +331,31 @@ class StandIn(TorchDispatchMode):
         return not isinstance(tensor, OnDevice) and tensor.untyped_storage().data_ptr() in self._pinned
 
 
+class Described(NamedTuple):
+    """All that the rules of an operation know of a tensor."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    device: torch.device
+
+
+FAKES = FakeTensorMode()
+TRACED: dict[tuple, list | None] = {}  # what comes out, by an operation and what goes in
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    with _disable_current_modes():
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return FakeTensor(FAKES, meta, tensor.device)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return Described(value.dtype, value.shape, value.stride(), value.device)
+    return type(value), (None if isinstance(value, float) else value)
+
+
 def _held(values: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: getattr(tensor, "held", tensor), values)
 
@@ -268,7 +367,7 @@ def _is_made_of_others(op: Any) -> bool:
 
 @contextlib.contextmanager
 def cuda(memory: int = 80 * 2**30) -> Iterator[StandIn]:
-    """Inside the context, torch has a device `cuda:0` with this many bytes of memory.
+    """Inside the context, torch has a device `cuda:1` with this many bytes of memory.
 
     The test is skipped if this torch cannot pretend that, as a build without CUDA.
     """
@@ -280,8 +379,11 @@ def cuda(memory: int = 80 * 2**30) -> Iterator[StandIn]:
         **dict.fromkeys(NOTHING, lambda *_: 0),
         "is_available": lambda: True,
         "is_bf16_supported": lambda *_, **__: True,
-        "device_count": lambda: 1,
         "get_arch_list": lambda: ["sm_70"],
+        "device_count": lambda: 2,
+        "current_device": lambda: gpu.current,
+        "_exchange_device": gpu.exchange,
+        "_maybe_exchange_device": lambda index: gpu.exchange(index),  # another function, as the compiler expects
         "get_device_capability": lambda *_: (7, 0),  # too old for kernels that are compiled
         "get_device_name": lambda *_: properties.name,
         "get_device_properties": lambda *_: properties,
@@ -301,6 +403,7 @@ def cuda(memory: int = 80 * 2**30) -> Iterator[StandIn]:
     with contextlib.ExitStack() as undo:
         undo.enter_context(mock.patch.multiple(torch.cuda, **functions))
         undo.enter_context(mock.patch.multiple(torch.inference_mode, **no_inference))
+        undo.enter_context(mock.patch.object(torch, "compile", gpu.compile))
         undo.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", gpu.attention))
         undo.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
         undo.enter_context(torch.no_grad())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import math
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -18,7 +20,10 @@ from toys import toy_mar, toy_models
 
 from cspd import Engine, MARModels, Request, VQModels
 from cspd import device as cspd_device
+from cspd.cli.sample import sample_to_folder
 from cspd.device import BFloat16Linear, Precision, Report, send
+from cspd.gpu_check.cases import _matmul
+from cspd.gpu_check.sizes import TINY, Settings
 from cspd.method import method_names
 from cspd.request import Sequence
 from mar.checkpoint import create_vae
@@ -225,3 +230,80 @@ def test_only_reading_a_report_waits():
         assert not gpu.reads and not gpu.blocking
         assert report.tolist() == [0, 1, 2]
         assert [place.what for place in gpu.reads] == ["event.synchronize"]
+
+
+# Flags of torch, which hold for the whole process: so each state of them is tried in a process of its own.
+
+MATMUL, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
+HAS_NEWER = hasattr(CUDNN, "conv")
+STATES = {  # by name: what a process did before it sampled, as (object, name, value)
+    "nothing": [],
+    "older": [(MATMUL, "allow_tf32", True), (CUDNN, "allow_tf32", False)],
+    "newer tf32": [(MATMUL, "fp32_precision", "tf32")],
+    "newer ieee": [(MATMUL, "fp32_precision", "ieee"), (getattr(CUDNN, "conv", None), "fp32_precision", "ieee")],
+    "newer, everything": [(torch.backends, "fp32_precision", "tf32")],
+    "no reduction": [(MATMUL, "allow_bf16_reduced_precision_reduction", False)],
+}
+
+
+def flags():
+    """The flags that this torch has, or the error of reading them."""
+    owners = [MATMUL, CUDNN, getattr(CUDNN, "conv", None)]
+    names = "allow_tf32 fp32_precision allow_bf16_reduced_precision_reduction".split()
+    names.append(f"{names[-1]}_split_k")
+    found = []
+    for owner, name in itertools.product(owners, names):
+        try:
+            found.append(getattr(owner, name, None))
+        except RuntimeError:
+            found.append(RuntimeError)
+    return found
+
+
+def products():
+    """The precision of float32 products in force: of matrices, and of convolutions."""
+    if HAS_NEWER:
+        return tuple(owner.fp32_precision == "tf32" for owner in (MATMUL, CUDNN.conv))
+    return MATMUL.allow_tf32, CUDNN.allow_tf32
+
+
+def check_flags(state):
+    for owner, name, value in STATES[state]:
+        setattr(owner, name, value)
+    before = flags()
+    for policy in ("fp32", "tf32", "bf16"):
+        precision = Precision(policy, torch.device("cuda:1"))
+        with precision.fast():
+            assert products() == (policy == "tf32",) * 2
+            assert not MATMUL.allow_bf16_reduced_precision_reduction
+            with precision.full():
+                assert products() == (False, False)
+            assert products() == (policy == "tf32",) * 2
+        assert flags() == before
+        told = {"matmul_precision": "tf32" if policy == "tf32" else "ieee", "bf16_reduction": False}
+        assert precision.flags() == told and flags() == before
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs a copy of this process")
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize("state", STATES)
+def test_flags_are_set_and_restored_by_either_interface(state):
+    if "newer" in state and not HAS_NEWER:
+        pytest.skip("this torch has the older interface only")
+    process = multiprocessing.get_context("fork").Process(target=check_flags, args=(state,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("policy", ["tf32", "bf16"])
+def test_records_have_the_flags(policy, tmp_path):
+    models = VQModels(**toy_models())
+    assert "matmul_precision" not in Engine(copy.deepcopy(models), max_batch=1, device="cpu").describe()
+    with standin.cuda():
+        engine = Engine(models, max_batch=1, device=standin.DEVICE, precision=policy)
+        record = sample_to_folder(engine, [Request(1, method="ar")], tmp_path, {}, progress=False)
+        found = _matmul(Settings(standin.DEVICE, TINY, tmp_path), policy)
+        for each in (record["machine"], engine.describe(), found):
+            assert each["matmul_precision"] == ("tf32" if policy == "tf32" else "ieee")
+            assert each["bf16_reduction"] is False

@@ -614,7 +614,7 @@ def test_on_a_gpu_only_the_end_is_waited_for(small_mar):
     expected = Engine(models, max_batch=2, device="cpu").generate(REQUESTS[:4])
     outputs = {}
     with standin.cuda() as gpu:
-        engine = Engine(copy.deepcopy(models), max_batch=2, device="cuda:0")
+        engine = Engine(copy.deepcopy(models), max_batch=2, device=standin.DEVICE)
         for request in REQUESTS[:4]:
             engine.add_request(request)
         while len(engine.scheduler):

@@ -273,11 +273,11 @@ def test_memory_of_windows(monkeypatch):
     assert found == (2**34, 0)
 
 
-@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
-def test_cuda_is_one_device(device):
+@pytest.mark.parametrize("device, index", [("auto", 0), ("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)])
+def test_cuda_is_one_device(device, index):
     """Whatever becomes the current one later."""
     with standin.cuda():
-        assert pick_device(device) == standin.DEVICE
+        assert pick_device(device) == torch.device("cuda", index)
 
 
 @pytest.mark.parametrize(

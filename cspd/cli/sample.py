@@ -93,6 +93,7 @@ def sample_to_folder(
     checked = [engine.checked(request) for request in requests]
     names = [f"{i:05d}_{_subject(each.request)}_seed{each.request.seed}.png" for i, each in enumerate(checked)]
     record = {"schema": SCHEMA, "settings": settings, "requests": len(requests)}
+    record["machine"] = engine.describe()
     overviews = OVERVIEWS if heatmap else (GRID,)
     journal = out / JOURNAL
     with Store(out, RECORD, SCHEMA, SHAPE, ("settings", "requests")) as store:

@@ -157,7 +157,7 @@ def _matmul(settings: Settings, policy: str) -> dict[str, Any]:
     a, b = matrices.to(precision.dtype)
     with torch.inference_mode(), precision.fast():
         seconds = _best(settings.device, lambda: a @ b)
-    return {"tflop_per_s": 1e-12 * 2 * side**3 / seconds}
+    return {"tflop_per_s": 1e-12 * 2 * side**3 / seconds} | precision.flags()
 
 
 # The models: the bundled ones, and models of any size with random weights.
