@@ -19,11 +19,11 @@ FLOORS = {
     8: ["cspd.cli"],
     7: ["cspd.comparison", "cspd.gpu_check"],
     6: ["cspd.checkpoints", "cspd.evaluation", "cspd.serving", "cspd.speed"],
-    5: ["cspd.engine", "cspd.masked", "cspd.discrete"],
+    5: ["cspd.engine", "cspd.masked", "cspd.discrete", "cspd.causal"],
     4: ["cspd.heads", "cspd.models"],
     3: ["cspd.method", "cspd.runs", "cspd.noise"],
     2: ["cspd.request", "cspd.device", "cspd.files", "cspd.kernels"],
-    1: ["cspd.option", "cspd.terminal", "cspd.graphs", "cspd.plots", "mar"],
+    1: ["cspd.option", "cspd.terminal", "cspd.graphs", "cspd.plots", "cspd.transformer", "mar"],
 }
 BESIDE = {("cspd.option", "cspd.terminal")}  # options have the words of their errors from there
 LEVEL = {room: level for level, rooms in enumerate(reversed(FLOORS.values())) for room in rooms}

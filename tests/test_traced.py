@@ -19,11 +19,11 @@ from toys import toy_mar, toy_models
 
 from cspd import kernels, noise
 from cspd.device import Precision
-from cspd.discrete.gpt import CacheView
 from cspd.heads import solvers
 from cspd.heads.chain import ancestral, every_output
 from cspd.heads.verify import NUM_SCALARS, STATE_ROWS, Embeddings, lookup, move
 from cspd.masked.backbones import Cache, Counts, lazy, refresh
+from cspd.transformer import CacheView
 from mar import model as mar_model
 from mar.model import MAR
 from mar.vae import AutoencoderKL, KLConfig

@@ -29,7 +29,7 @@ from cspd.discrete.batch import (
     stepped,
     unpacked,
 )
-from cspd.discrete.gpt import GPT, CacheView, Eagle, VQModel, sample_published, steps
+from cspd.discrete.gpt import GPT, Eagle, VQModel, sample_published
 from cspd.discrete.registry import defaults_of
 from cspd.discrete.rules import guide, likeliest_point, probabilities
 from cspd.discrete.text import PLACE, TextEncoder
@@ -39,6 +39,7 @@ from cspd.noise import Purpose
 from cspd.option import VQ_OPTIONS
 from cspd.request import Inpainting, Request, Sequence, Stopwatch, decoded, remembered, to_unit
 from cspd.terminal import shortened, telling
+from cspd.transformer import CacheView, steps
 
 # torch.compile makes one program for each combination of a model, one input or several, and the kind of mask.
 PROGRAMS = 64
