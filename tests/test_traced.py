@@ -64,7 +64,17 @@ def head_forward(model: MAR, precision: Precision) -> None:
 def chain(outputs: Callable, model: MAR, precision: Precision) -> None:
     x, column = zeros(ROWS, model.head.channels), zeros(ROWS, 1)
     draws = lambda t: noise.steps(integers(ROWS), integers(ROWS), t, model.head.channels)  # noqa: E731
-    ancestral(model.head, zeros(2, ROWS, 12), column, column, x, draws, NUM_STEPS, precision, outputs=outputs)
+    ancestral(
+        model.head,
+        zeros(2, ROWS, 12),
+        column,
+        column,
+        x,
+        draws,
+        model.head.schedule(NUM_STEPS),
+        precision,
+        outputs=outputs,
+    )
 
 
 def published_chain(model: MAR, precision: Precision) -> None:
