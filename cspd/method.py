@@ -420,7 +420,8 @@ def _other_models(owners: Several[Method]) -> str:
     """A remedy to append to an error if the intended methods belong to other families; else empty."""
     remedy = ""
     for family in dict.fromkeys(method.family for method in owners):
-        remedy += f", or use {family} models such as {BUNDLED[family]}"
+        example = f" such as {BUNDLED[family]}" if family in BUNDLED else ""
+        remedy += f", or use {family} models{example}"
     return remedy
 
 

@@ -300,9 +300,10 @@ def trace(
     runner, watch = make_runner(model, num_images, device, precision), Stopwatch(device)
     runner.admit(batch)
     parts: list[Trace] = []
-    share = 1 / (common["num_iter"] * request.num_sampling_steps)
+    num_rounds = len(runner.num_masked(batch[0].request))
+    share = 1 / (num_rounds * request.num_sampling_steps)
     traced = functools.partial(_traced, parts, lambda: advance(share))
-    for _ in range(common["num_iter"]):
+    for _ in range(num_rounds):
         run_plain_round(runner, batch, watch, denoise=traced)
     return Trace(*(torch.cat(of_all, dim=max(0, of_all[0].dim() - 2)) for of_all in zip(*parts)))  # over the tokens
 
