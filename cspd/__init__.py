@@ -8,8 +8,20 @@ from __future__ import annotations
 
 import importlib
 
-__all__ = ["Engine", "MARModels", "Output", "Request", "RoundStats", "VQModels", "__version__", "load", "register"]
+__all__ = [
+    "CausalModels",
+    "Engine",
+    "MARModels",
+    "Output",
+    "Request",
+    "RoundStats",
+    "VQModels",
+    "__version__",
+    "load",
+    "register",
+]
 HOMES = {  # the module of each name
+    "CausalModels": "cspd.causal.family",
     "Engine": "cspd.engine",
     "MARModels": "cspd.masked.family",
     "Output": "cspd.request",
