@@ -130,7 +130,7 @@ _TEXT_FILES = _VQ_FILES | {
     "target": ("target.safetensors", "t2i_*.pt"),
     "tokenizer": ("tokenizer.safetensors", "vq_ds16_t2i.pt"),
 }
-_CAUSAL_FILES = {
+_CAUSAL_FILES: dict[str, tuple[str, ...]] = {
     "target": ("target.safetensors", "SphereAR_*.pt", "BitDance_*.pt"),
     "vae": ("vae.safetensors", "ae_d16c32.pt", "vae.pt"),
 }

@@ -320,7 +320,7 @@ FIRST_TIMESTEP = Option(
 ANCESTRAL_OPTIONS = (FIRST_TIMESTEP,)
 SHORT, SHORT_FIRST = 25, 950  # chains of fewer steps should begin there
 Trace = Callable[[int, Tensor, Tensor, Tensor], None]
-Outputs = Callable[[Head, Tensor, Several[int], Precision], Iterable[tuple[range, Iterator[Callable[..., Tensor]]]]]
+Outputs = Callable[[Head, Tensor, Several[float], Precision], Iterable[tuple[range, Iterator[Callable[..., Tensor]]]]]
 
 
 class Schedule(Protocol):
@@ -352,6 +352,7 @@ class Schedule(Protocol):
     @property
     def held_eps(self) -> np.ndarray: ...
     def __len__(self) -> int: ...
+    def __hash__(self) -> int: ...
 
 
 class Steps(NamedTuple):
@@ -401,7 +402,7 @@ def guided(out: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def every_output(
-    head: Head, z: Tensor, timesteps: Several[int], precision: Precision
+    head: Head, z: Tensor, timesteps: Several[float], precision: Precision
 ) -> Iterator[tuple[range, Iterator[Callable[[Tensor], Tensor]]]]:
     """The head's outputs at one timestep after another, as functions of the noisy tokens; otherwise as `modulated`."""
     for calls, own_head, by_call in modulated(head, z, timesteps, precision):
