@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 
 __all__ = [
+    "CausalModels",
     "CspdPipeline",
     "Engine",
     "MARModels",
@@ -22,6 +23,7 @@ __all__ = [
     "register",
 ]
 HOMES = {  # the module of each name
+    "CausalModels": "cspd.causal.family",
     "CspdPipeline": "cspd.pipeline",
     "Engine": "cspd.engine",
     "MARModels": "cspd.masked.family",

@@ -13,7 +13,10 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 import torch
+from safetensors import safe_open
 
+from cspd.causal.family import CausalModels
+from cspd.causal.registry import load_autoencoder, load_causal
 from cspd.device import check_fits, free_bytes, gibibytes, pick_device, room_told
 from cspd.discrete.family import VQModels, cache_bytes, check_draft, working_bytes
 from cspd.discrete.hf import CONFIG, Folder, HFEagle, is_hf, load_hf_eagle, opened, read, read_prompts
@@ -127,11 +130,16 @@ _TEXT_FILES = _VQ_FILES | {
     "target": ("target.safetensors", "t2i_*.pt"),
     "tokenizer": ("tokenizer.safetensors", "vq_ds16_t2i.pt"),
 }
-_TARGETS = tuple(dict.fromkeys(_MAR_FILES["target"] + _VQ_FILES["target"] + _TEXT_FILES["target"]))
+_CAUSAL_FILES: dict[str, tuple[str, ...]] = {
+    "target": ("target.safetensors", "SphereAR_*.pt", "BitDance_*.pt"),
+    "vae": ("vae.safetensors", "ae_d16c32.pt", "vae.pt"),
+}
+_FAMILIES = (_MAR_FILES, _VQ_FILES, _TEXT_FILES, _CAUSAL_FILES)
+_TARGETS = tuple(dict.fromkeys(pattern for files in _FAMILIES for pattern in files["target"]))
 _TEXT_ENCODERS = ("flan-t5-xl", "t5-ckpt/flan-t5-xl", "text_encoder")  # folders next to a target
 # the hub's client fetches these with a target
 _COMPANIONS: tuple[str, ...] = (DESCRIPTION,)
-for _files in (_MAR_FILES, _VQ_FILES, _TEXT_FILES):
+for _files in _FAMILIES:
     for _part, _patterns in _files.items():
         if _part != "target":
             _COMPANIONS += _patterns
@@ -185,10 +193,10 @@ def _target_file(checkpoint: str | Path) -> Path:
 def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
     """The files of a checkpoint, by their role; None if absent.
 
-    The roles are "target", "draft" and "vae" for MAR; "target", "draft", "eagle", "tokenizer" and the folder
-    "text_encoder" for VQ models, which are recognised by a tokenizer in the same folder or by their official name. A
-    model of `transformers` has its config.json as target, and Chameleon's decoder as tokenizer and a drafter if they
-    are in the folder.
+    The roles are "target", "draft" and "vae" for MAR; "target" and "vae" for causal models; "target", "draft",
+    "eagle", "tokenizer" and the folder "text_encoder" for VQ models, which are recognised by a tokenizer in the same
+    folder or by their official name. A model of `transformers` has its config.json as target, and Chameleon's decoder
+    as tokenizer and a drafter if they are in the folder.
 
     Args:
         checkpoint: a bundled name, a folder, a target's file, or a name on the hub.
@@ -209,7 +217,7 @@ def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
     for name, patterns in own.items():
         if name != "target":
             files[name] = _first(folder, patterns)
-    if own is not _MAR_FILES:
+    if "tokenizer" in own:
         encoders = filter(Path.is_dir, [folder / name for name in _TEXT_ENCODERS])
         files["text_encoder"] = next(encoders, None)
     return files
@@ -219,15 +227,33 @@ def patterns_of(target: Path) -> dict[str, tuple[str, ...]]:
     """The patterns of the files next to a target, by their role."""
     if target.match("t2i_*"):
         return _TEXT_FILES
+    if _is_causal(target):
+        return _CAUSAL_FILES
     has_tokenizer = bool(_find(target.parent, _VQ_FILES["tokenizer"]))
     is_vq = target.match("c2i_*") or (target.suffix != ".pth" and has_tokenizer)
     return _VQ_FILES if is_vq else _MAR_FILES
 
 
+def _is_causal(target: Path) -> bool:
+    """Whether a file is of SphereAR or BitDance, by its official name or, if it is .safetensors, by its tensors."""
+    if target.match("SphereAR_*.pt") or target.match("BitDance_*.pt"):
+        return True
+    if target.suffix != ".safetensors":
+        return False
+    try:
+        with safe_open(target, "pt") as file:
+            return "pos_for_diff.weight" in file.keys()
+    except Exception:  # loading the file reports the reason
+        return False
+
+
 def family_of(checkpoint: str | Path) -> str:
-    """The family of a checkpoint, "MAR" or "VQ". Raises as `checkpoint_files`."""
-    is_vq = "tokenizer" in checkpoint_files(checkpoint)
-    return VQModels.family if is_vq else MARModels.family
+    """The family of a checkpoint, a key of `cspd.option.COMMON`. Raises as `checkpoint_files`."""
+    files = checkpoint_files(checkpoint)
+    if "tokenizer" in files:
+        return VQModels.family
+    target = files["target"]
+    return CausalModels.family if target and _is_causal(target) else MARModels.family
 
 
 # From folders of `transformers` models to the models of a VQ engine.
@@ -356,7 +382,7 @@ def load(
     given = {name: path_of(path, name) for name, path in named.items() if path is not None}
     models: list[Models] = []
     origins = {}
-    own: MARModels | VQModels
+    own: MARModels | VQModels | CausalModels
     for checkpoint in checkpoints:
         files = checkpoint_files(checkpoint)
         target = files["target"]
@@ -416,24 +442,29 @@ def _official_models(
     given: Mapping[str, Path],
     arch: str | None,
     device: torch.device,
-) -> MARModels | VQModels:
+) -> MARModels | VQModels | CausalModels:
     """The models of the files in a target's folder, replaced by given ones, see `load`."""
     decoder = "tokenizer" if "tokenizer" in files else "vae"
     if decoder == "vae" and "eagle" in given:
-        raise ValueError(f"{checkpoint} is a MAR, and eagle=... is for VQ targets: leave it out")
+        raise ValueError(f"{checkpoint} is not a VQ target, and eagle=... is for these: leave it out")
+    is_causal = patterns_of(files["target"]) is _CAUSAL_FILES  # type: ignore[arg-type]
+    if is_causal and "draft" in given:
+        raise ValueError(f"{checkpoint} is a causal model, which takes no draft model: leave out draft=...")
     present = {name: path for name, path in files.items() if path is not None}
     present |= given
     if "vae" in given:  # `load` calls the decoder of either family vae
         present[decoder] = given["vae"]
-    if decoder not in present:
+    if decoder not in present and not is_causal:  # a causal model's file may have its autoencoder inside
         wanted = " or ".join(patterns_of(present["target"])[decoder])
         raise CheckpointError(
             f"{checkpoint} has no autoencoder in its folder ({wanted}): give its file (vae=..., --vae on the command"
             " line)"
         )
-    models: MARModels | VQModels
+    models: MARModels | VQModels | CausalModels
     with telling(f"loading {present['target']}{_room_for(present, device)}"):
-        if decoder == "vae":
+        if is_causal:
+            models = _causal_models(present, arch)
+        elif decoder == "vae":
             models = _mar_models(present, arch)
         else:
             models = _vq_models(present, arch, eagle_must_fit="eagle" in given)
@@ -449,6 +480,19 @@ def _mar_models(files: Mapping[str, Path], arch: str | None) -> MARModels:
     draft = load_mar(files["draft"]) if "draft" in files else None
     classes, _ = described(files["target"].parent, target.config.class_num)
     return MARModels(target, draft, load_vae(files["vae"]), classes)
+
+
+def _causal_models(files: Mapping[str, Path], arch: str | None) -> CausalModels:
+    target, inside = load_causal(files["target"], arch)
+    vae = load_autoencoder(files["vae"]) if "vae" in files else inside  # BitDance's own file comes first, as there
+    if vae is None:
+        wanted = " or ".join(_CAUSAL_FILES["vae"])
+        raise CheckpointError(
+            f"{files['target']} has no autoencoder inside, and its folder has none ({wanted}): give its file (vae=...,"
+            " --vae on the command line)"
+        )
+    classes, _ = described(files["target"].parent, target.config.num_classes)
+    return CausalModels(target, vae, classes)
 
 
 def _vq_models(files: Mapping[str, Path], arch: str | None, eagle_must_fit: bool) -> VQModels:

@@ -403,7 +403,7 @@ class Engine:
         max_batch = plain(max_batch)
         families = {getattr(each, "family", None) for each in models}
         if not models or None in families or len(families) < len(models):
-            raise ValueError("give an engine MARModels(...), VQModels(...) or one of each")
+            raise ValueError("give an engine MARModels(...), VQModels(...), CausalModels(...), or one of each")
         for each in models:
             each.check()
         self.device = pick_device(device)

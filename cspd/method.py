@@ -48,7 +48,7 @@ class Method:
     """A decoding method.
 
     Attributes:
-        name: the name that requests give. family: "MAR" or "VQ", the models that it decodes.
+        name: the name that requests give. family: a key of `cspd.option.COMMON`, the models that it decodes.
         guarantee: a key of `GUARANTEES`, for the default settings; see `guarantee_of`.
         summary: a description in a few words. papers: titles and links, by name or arXiv number.
         run_round: runs one batched round and returns the finished sequences.
@@ -242,7 +242,7 @@ class ModelRunner(Protocol):
     """Owns the models of a family and, in slots allocated once, the tensors of every running sequence.
 
     Attributes:
-        family: "MAR" or "VQ".
+        family: a key of `cspd.option.COMMON`.
         seq_len: tokens per image. image_size: pixels per side of an image.
         num_classes: labels are 0 .. num_classes - 1; 0 for a text-to-image model.
         tokens: of running sequences, [number of slots, at least seq_len(, d)].
@@ -275,7 +275,7 @@ class ModelRunner(Protocol):
     def results(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [B, L(, d)], per-token costs [B, L] and validity, bool [B, L], of finished sequences.
 
-        Validity is in generation order: whether a token is finite (MAR) or a codebook index (VQ).
+        Validity is in generation order: whether a token is finite (MAR, causal) or a codebook index (VQ).
         """
 
     def encode(self, known: Inpainting, seed: Tensor) -> Tensor:
@@ -422,7 +422,8 @@ def _other_models(owners: Several[Method]) -> str:
     """A remedy to append to an error if the intended methods belong to other families; else empty."""
     remedy = ""
     for family in dict.fromkeys(method.family for method in owners):
-        remedy += f", or use {family} models such as {BUNDLED[family]}"
+        example = f" such as {BUNDLED[family]}" if family in BUNDLED else ""
+        remedy += f", or use {family} models{example}"
     return remedy
 
 

@@ -177,6 +177,17 @@ VQ_OPTIONS = (
         metavar="P",
     ),
 )
-COMMON: dict[str, tuple[Option, ...]] = {"MAR": MAR_OPTIONS, "VQ": VQ_OPTIONS}
-BUNDLED = {"MAR": "digits32", "VQ": "digits32_vq"}  # the default checkpoints
-DEFAULTS = {"MAR": "speculative", "VQ": "speculative"}  # the default methods
+CAUSAL_OPTIONS = (
+    *MAR_OPTIONS[1:4],
+    Option(
+        "num_sampling_steps",
+        int,
+        "noisy denoising steps per token; one step without noise follows. SphereAR's and BitDance's default is 100",
+        low=2,
+        high=1000,
+        metavar="T",
+    ),
+)
+COMMON: dict[str, tuple[Option, ...]] = {"MAR": MAR_OPTIONS, "VQ": VQ_OPTIONS, "causal": CAUSAL_OPTIONS}
+BUNDLED = {"MAR": "digits32", "VQ": "digits32_vq"}  # the default checkpoints, of the families that have one
+DEFAULTS = {"MAR": "speculative", "VQ": "speculative", "causal": "speculative"}  # the default methods

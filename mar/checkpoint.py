@@ -225,9 +225,15 @@ def load_weights(path: Path, kind: Kind[Model], arch: str | None = None, ema: bo
         ValueError: arch is unknown.
     """
     if arch is not None:
+        _check_arch(arch, kind)  # before the file is read
+    return model_of(read_tensors(path, ema), path, kind, arch)
+
+
+def model_of(tensors: dict[str, Tensor], path: Path, kind: Kind[Model], arch: str | None = None) -> tuple[Model, str]:
+    """The model with these tensors of a file, and its name; otherwise as `load_weights`."""
+    if arch is not None:
         _check_arch(arch, kind)
     # the first size with exactly these names and shapes; `defaults_of` tells sizes of equal shapes by their resolution
-    tensors = read_tensors(path, ema)
     candidates = kind.names if arch is None else [arch]
     create = kind.like(tensors)
     for name in candidates:

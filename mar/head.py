@@ -21,7 +21,7 @@ TRAIN_STEPS = 1000
 MAX_BETA = 0.999
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schedule:
     """Tables of a chain of T steps, each a float64 array [T] indexed by the step t (t = T-1 is the noisiest).
 
@@ -49,6 +49,16 @@ class Schedule:
     def mean_eps(self) -> np.ndarray:
         """B in mu = A x_t + B eps."""
         return -self.posterior_mean_coef1 * self.sqrt_recipm1_alphas_cumprod
+
+    @property
+    def held_x(self) -> np.ndarray:
+        """The weight of x in the quantity that a frozen draft holds, which is eps."""
+        return np.zeros(len(self))
+
+    @property
+    def held_eps(self) -> np.ndarray:
+        """The weight of eps in it."""
+        return np.ones(len(self))
 
     @functools.cached_property
     def log_sigma_base(self) -> np.ndarray:
@@ -226,10 +236,11 @@ class Head(nn.Module):
     """
 
     FLOAT32 = ("time_embed", "cond_embed")  # under every precision, since all steps of a chain depend on them
+    schedule = staticmethod(schedule)  # of its chains
 
     def __init__(self, channels: int, width: int, depth: int, cond_dim: int) -> None:
         super().__init__()
-        self.channels, self.width = channels, width
+        self.channels, self.width, self.cond_dim = channels, width, cond_dim
         self.time_embed = TimestepEmbedder(width)
         self.cond_embed = nn.Linear(cond_dim, width)
         self.input_proj = nn.Linear(channels, width)

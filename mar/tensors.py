@@ -13,7 +13,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-WEIGHT_KEYS = ("model_ema", "model", "module", "state_dict")  # the averaged weights come first: they are sampled with
+WEIGHT_KEYS = (
+    "model_ema",
+    "ema",
+    "model",
+    "module",
+    "state_dict",
+)  # the averaged weights come first: they are sampled with
 PREFIXES = ("module.", "_orig_mod.")  # of all names, if the model was saved inside DistributedDataParallel or compiled
 UNREAD = ("quantize.codebook_used",)  # a record of training in LlamaGen's tokenizers, which no forward pass reads
 LFS_START = b"version https://git-lfs"

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 import cspd
 from cspd import Request
-from cspd.discrete.gpt import GPT, RMSNorm
+from cspd.discrete.gpt import GPT
+from cspd.transformer import RMSNorm
 
 OURS = "ar"
 WARM_UP = 1  # turns that warm up and compile

@@ -30,6 +30,7 @@ class MixtureHead(torch.nn.Module):
     """
 
     res_blocks = ()
+    schedule = staticmethod(schedule)
 
     def __init__(self, means, scales, weights=(1.0,), wobble=0.0):
         super().__init__()
@@ -81,6 +82,10 @@ class Case:
     scale: float = 1.0
     temperature: float = 1.0
 
+    @property
+    def schedule(self):
+        return self.head.schedule(self.num_steps)
+
     def rows(self, num: int, seed: int) -> tuple[Tensor, ...]:
         """Seed, position, z, scale and temperature of `num` chains."""
         settings = (torch.full((num, 1), value) for value in (self.scale, self.temperature))
@@ -96,7 +101,7 @@ class Case:
     def ancestral(self, num: int, seed: int, trace=None, precision=FP32) -> Tensor:
         """Tokens [num, d] by the full chain."""
         _, _, *inputs = self.rows(num, seed)
-        return ancestral(self.head, *inputs, *self.noise(num, seed), self.num_steps, precision, trace)
+        return ancestral(self.head, *inputs, *self.noise(num, seed), self.schedule, precision, trace)
 
     def trace(self, num: int, seed: int) -> Trace:
         """Ancestral chains with everything that made them."""
@@ -106,11 +111,12 @@ class Case:
         return Trace(*torch.stack(steps[::-1], dim=1), tokens, z, seeds, position, scale, temperature)
 
     def predictor(self) -> Predictor:
-        return fit_predictor(self.trace(256, 2**40).chains, self.trace(256, 2**41).chains, self.temperature)
+        traces = self.trace(256, 2**40).chains, self.trace(256, 2**41).chains
+        return fit_predictor(*traces, self.schedule, self.temperature)
 
     def path(self, num: int, seed: int) -> Tensor:
         """[num, d + 1]: tokens of ancestral chains, and log sigma summed over channels and steps T - 1 .. 1."""
-        s, total = schedule(self.num_steps), torch.zeros(num, 1)
+        s, total = self.schedule, torch.zeros(num, 1)
 
         def add(t, x, eps, v):
             if t:
@@ -120,11 +126,13 @@ class Case:
         return torch.cat([self.ancestral(num, seed, add), total], dim=1)
 
     def calibration(self, frozen: bool = False) -> Calibration:
-        return fit(*self.trace(256, 2**40).chains, self.temperature, frozen)
+        return fit(*self.trace(256, 2**40).chains, self.schedule, self.temperature, frozen)
 
     def chains(self, draft: Calibration, window: int, noise=cspd_noise, precision=FP32, graphs=None) -> Chains:
-        table = draft_table(draft.coefficients, draft.drift, self.num_steps, window, self.temperature)
-        return Chains(self.head, torch.as_tensor(table), precision, noise, graphs=graphs, trace_sigma=True)
+        table = draft_table(draft.coefficients, draft.drift, self.schedule, window, self.temperature)
+        return Chains(
+            self.head, self.schedule, torch.as_tensor(table), precision, noise, graphs=graphs, trace_sigma=True
+        )
 
     def start(self, chains: Chains, num: int, seed: int, which: slice = slice(None)) -> None:
         """Starts the chains `which` of `num`; each is owned by its index."""

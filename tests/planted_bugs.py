@@ -91,6 +91,42 @@ BUGS = [
         "block - 1 - accepted.flip(-1).int().argmax(-1), block",
         "heads/test_verify.py",
     ),
+    # causal models
+    Bug(
+        "the drift of the differential equation has half its score",
+        "cspd/causal/models.py",
+        "of_x, of_v = 1 - dt, (1 + t) * dt",
+        "of_x, of_v = 1 - dt / 2, (1 + t / 2) * dt",
+        "heads/test_velocity.py",
+    ),
+    Bug(
+        "the noise of the differential equation is that of half a step",
+        "cspd/causal/models.py",
+        "0.5 * np.log(2 * (1 - t) * dt)",
+        "0.5 * np.log((1 - t) * dt)",
+        "heads/test_velocity.py",
+    ),
+    Bug(
+        "the unconditional branch is given the conditional one's first token",
+        "cspd/causal/runner.py",
+        "is_own = (token == 1)",
+        "is_own = (token < 0)",
+        "causal/test_runner.py",
+    ),
+    Bug(
+        "the first tokens of both branches have the same noise",
+        "cspd/causal/runner.py",
+        "torch.full_like(own.position, self.seq_len)",
+        "torch.full_like(own.position, 0)",
+        "causal/test_runner.py",
+    ),
+    Bug(
+        "the cells of a patch do not look at each other",
+        "cspd/causal/models.py",
+        "last = torch.where(column < first, column, end_of_block)",
+        "last = column",
+        "causal/test_models.py",
+    ),
     # the noise
     Bug(
         "acceptance draws shared with the initial noise",

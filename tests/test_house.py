@@ -19,11 +19,11 @@ FLOORS = {
     8: ["cspd.cli"],
     7: ["cspd.comparison", "cspd.gpu_check", "cspd.pipeline"],
     6: ["cspd.checkpoints", "cspd.evaluation", "cspd.serving", "cspd.speed"],
-    5: ["cspd.engine", "cspd.masked", "cspd.discrete"],
+    5: ["cspd.engine", "cspd.masked", "cspd.discrete", "cspd.causal"],
     4: ["cspd.heads", "cspd.models"],
     3: ["cspd.method", "cspd.runs", "cspd.noise"],
     2: ["cspd.request", "cspd.device", "cspd.files", "cspd.kernels"],
-    1: ["cspd.option", "cspd.terminal", "cspd.graphs", "cspd.plots", "mar"],
+    1: ["cspd.option", "cspd.terminal", "cspd.graphs", "cspd.plots", "cspd.transformer", "mar"],
 }
 # options have the words of their errors from there, and slow compilers say there that they are at work
 BESIDE = {("cspd.option", "cspd.terminal"), ("cspd.graphs", "cspd.terminal")}

@@ -321,7 +321,9 @@ def launched(work: Callable[..., Tensor | None], *inputs: Any) -> int:
 
 
 def of_steps(head: Head, num_steps: int) -> int:
-    return launched(chain.drawing(head, noise, num_steps, Precision("fp32", META)), Z, ROW, ROW, CHAIN, CHAIN)
+    return launched(
+        chain.drawing(head, noise, head.schedule(num_steps), Precision("fp32", META)), Z, ROW, ROW, CHAIN, CHAIN
+    )
 
 
 def of_windows(head: Head, num_calls: int) -> int:
@@ -329,14 +331,15 @@ def of_windows(head: Head, num_calls: int) -> int:
     with META:
         columns = torch.empty(1), torch.empty(1, 1, 1), torch.empty(1, 1, 1), torch.empty(2, 3)
     plan = [Segment(num_calls - 1 - i, *columns, i % 2 == 0) for i in range(num_calls)]
-    draw = calibrated.drawing(head, noise, plan, num_calls, Precision("fp32", META))
+    draw = calibrated.drawing(head, noise, plan, head.schedule(num_calls), Precision("fp32", META))
     return launched(draw, Z, ROW, ROW, CHAIN, CHAIN)
 
 
 def rounds_of(head: Head) -> Chains:
     """Chains with slots, to be joined and moved on."""
     with noted():
-        chains = Chains(head, torch.empty(100, DRAFTED, 8 + DRAFTED, device=META), Precision("fp32", META), noise)
+        table = torch.empty(100, DRAFTED, 8 + DRAFTED, device=META)
+        chains = Chains(head, head.schedule(100), table, Precision("fp32", META), noise)
         chains._reserve(len(CHAIN), num_branches=2)
     chains.passes = PASSES
     return chains

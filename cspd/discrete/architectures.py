@@ -15,8 +15,8 @@ from torch.nn import functional
 from transformers import Cache, ChameleonConfig, ChameleonForConditionalGeneration
 from transformers.models.chameleon.modeling_chameleon import ChameleonImageVocabularyMapping, ChameleonLayerNorm
 
-from cspd.discrete.gpt import CacheView
 from cspd.discrete.registry import CHAMELEON_DECODER, Architecture, HFConfig, Image, Parts, SamplingDefaults
+from cspd.transformer import CacheView
 from mar.tensors import CheckpointError, read_tensors
 from mar.vae import Decoder, KLConfig
 

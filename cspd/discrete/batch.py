@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cspd.discrete.gpt import CacheView, GPTConfig, steps
+from cspd.discrete.gpt import GPTConfig
 from cspd.discrete.rules import MIN_TEMPERATURE, MIXED, Filter, filter_numbers
 from cspd.request import Request, Sequence
+from cspd.transformer import CacheView, steps
 
 # Keys and values of running sequences, and the mask of a forward pass.
 

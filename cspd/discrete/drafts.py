@@ -14,7 +14,6 @@ from torch import Tensor
 
 from cspd.device import Report, send_integers
 from cspd.discrete.batch import MOST_NODES, Batch, by_slot, packed, unpacked
-from cspd.discrete.gpt import steps
 from cspd.discrete.rules import (
     MIXED,
     Rule,
@@ -33,6 +32,7 @@ from cspd.method import Method
 from cspd.noise import MAX_INDEX, Purpose, check_indices
 from cspd.option import Option, check_integer
 from cspd.request import Request, RoundStats, Sequence, Stopwatch
+from cspd.transformer import steps
 
 # A draft is a function `(runner, batch) -> Drafted` that proposes a tree of tokens for the target to verify. Siblings
 # are either sampled without replacement from a distribution Q, which it returns, or chosen (Q is None) and then

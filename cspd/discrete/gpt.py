@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
@@ -13,23 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cspd.transformer import CacheView, RMSNorm, rotate
 from mar import vae
-
-# Constants are created once, which saves a round their launches.
-
-
-def steps(count: int, device: torch.device) -> Tensor:
-    """int64 [count]: 0, 1, ..., count - 1. The tensor is shared: do not write to it."""
-    if torch.compiler.is_compiling():  # the compiler fuses it, and cannot trace through the cache
-        return torch.arange(count, device=device)
-    return _made_once(count, device)
-
-
-@functools.lru_cache(maxsize=1024)
-def _made_once(count: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # an ordinary tensor, which training can use too
-        return torch.arange(count, device=device)
-
 
 # LlamaGen's GPT over the VQ tokens of an image, given a class or a prompt (Sun et al. 2024, arXiv 2406.06525).
 #
@@ -88,47 +73,6 @@ class GPTConfig:
         return round(self.block_size**0.5)
 
 
-@dataclass(frozen=True)
-class CacheView:
-    """The part of a key-value cache that one forward pass reads and writes.
-
-    Attributes:
-        keys, values: of each layer, [rows, heads, columns, head_dim], shared by all sequences, written in place.
-        rows: the cache row of each of B sequences, int64 [B], or a slice, which saves copies.
-        columns: the columns that their N inputs are written to: int64 [B, N], or if they are the same for all
-            sequences int64 [N] or a slice.
-        width: the number of columns that are read, from the first.
-    """
-
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
-    rows: Tensor | slice
-    columns: Tensor | slice
-    width: int
-
-    def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores keys and values [B, heads, N, head_dim]; returns those of all columns [B, heads, width, head_dim]."""
-        keys = self._update(self.keys[layer], key)
-        values = self._update(self.values[layer], value)
-        return keys, values
-
-    def _update(self, cache: Tensor, new: Tensor) -> Tensor:
-        new = new.to(cache.dtype)
-        if isinstance(self.columns, slice) or (self.columns.dim() == 1 and isinstance(self.rows, slice)):
-            cache[self.rows, :, self.columns] = new
-            return cache[self.rows, :, : self.width]
-
-        # indexed by [B, 1] and [B, N] around a slice, the cache has the shape [B, N, heads, head_dim]
-        new = new.transpose(1, 2)
-        if isinstance(self.rows, slice):
-            row = steps(len(new), new.device).unsqueeze(1)
-            cache[self.rows][row, :, self.columns] = new
-        else:
-            row = self.rows.unsqueeze(1)
-            cache[row, :, self.columns] = new
-        return cache[self.rows, :, : self.width]
-
-
 @functools.cache
 @torch.inference_mode(False)  # an ordinary tensor, which training can use too
 def rotary_table(config: GPTConfig, device: torch.device) -> Tensor:
@@ -152,29 +96,6 @@ def rotary_table(config: GPTConfig, device: torch.device) -> Tensor:
     table = torch.view_as_real(torch.polar(torch.ones_like(angles), angles))
     of_class = torch.zeros_like(table[:1])
     return torch.cat([of_class, table]).to(device)
-
-
-def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turns pairs of channels of x [B, N, heads, head_dim] by the angles of table [B or 1, N, head_dim / 2, 2]."""
-    pairs = x.float().unflatten(-1, (-1, 2))
-    table = table.unsqueeze(2)
-    if torch.compiler.is_compiling():  # the compiler fuses real products into one kernel, but not complex ones
-        a, b = pairs.unbind(-1)
-        cos, sin = table.unbind(-1)
-        turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1)
-    else:
-        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(table))
-    return turned.flatten(-2).type_as(x)
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).type_as(x)
 
 
 class Attention(nn.Module):

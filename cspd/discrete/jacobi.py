@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from cspd.discrete.batch import MOST_NODES, Batch
 from cspd.discrete.drafts import Drafted, check_rule, commit, near_of, outcome, run
-from cspd.discrete.gpt import steps
 from cspd.discrete.rules import (
     MIXED,
     Rule,
@@ -31,6 +30,7 @@ from cspd.method import Method
 from cspd.noise import MAX_INDEX, Purpose, check_indices
 from cspd.option import Option, check_integer
 from cspd.request import Request, Sequence, Stopwatch
+from cspd.transformer import steps
 
 # Jacobi windows: their shape (a comb), their contents, the outcome of verifying them, and a round's random numbers.
 

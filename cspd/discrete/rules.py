@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cspd.discrete.gpt import VQModel, steps
+from cspd.discrete.gpt import VQModel
 from cspd.option import VQ_OPTIONS, Option, check_integer
 from cspd.request import Request
+from cspd.transformer import steps
 
 # Distributions over the V codes of the codebook, computed from logits in the same way for target and draft.
 #

@@ -26,7 +26,7 @@ from cspd.discrete.batch import (
     stepped,
     unpacked,
 )
-from cspd.discrete.gpt import GPT, CacheView, Eagle, VQModel, sample_published, steps
+from cspd.discrete.gpt import GPT, Eagle, VQModel, sample_published
 from cspd.discrete.registry import defaults_of
 from cspd.discrete.rules import guide, likeliest_point, probabilities
 from cspd.discrete.text import PLACE, TextEncoder
@@ -36,6 +36,7 @@ from cspd.noise import Purpose
 from cspd.option import VQ_OPTIONS
 from cspd.request import Inpainting, Request, Sequence, Stopwatch, decoded, remembered, to_unit
 from cspd.terminal import shortened
+from cspd.transformer import CacheView, steps
 
 
 def _layers(

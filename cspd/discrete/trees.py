@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from cspd.discrete.batch import seen_of
-from cspd.discrete.gpt import steps
 from cspd.discrete.rules import TINY, Rule, point, sample, without
+from cspd.transformer import steps
 
 # Siblings are candidates for one position. A rule verifies them in order, for any number of positions at once: each
 # candidate against the distribution that the rejection of its predecessors leaves of P. This is SJD-PAC (arXiv

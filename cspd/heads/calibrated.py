@@ -23,6 +23,7 @@ from cspd.heads.chain import (
     Draw,
     Measured,
     Rows,
+    Schedule,
     Steps,
     ancestral_advice,
     by_row,
@@ -38,7 +39,7 @@ from cspd.heads.verify import divergence
 from cspd.option import Option, check_integer
 from cspd.request import Request
 from cspd.terminal import Advance, no_advance
-from mar.head import TRAIN_STEPS, Head, schedule
+from mar.head import TRAIN_STEPS, Head
 
 # The steps at which the head is called, and the segments between two calls.
 #
@@ -79,17 +80,16 @@ class Predictor:
         check_arrays("a predictor", vars(self), wanted)
 
 
-def fit_predictor(seen: tuple[Tensor, ...], held_out: tuple[Tensor, ...], temperature: float) -> Predictor:
+def fit_predictor(seen: tuple[Tensor, ...], held_out: tuple[Tensor, ...], s: Schedule, temperature: float) -> Predictor:
     """Fits the prediction of every step from every earlier one, and measures its cost on held-out chains.
 
     Args:
         seen, held_out: (x, eps, v) [T, N, d] each, inputs, guided noise predictions and variance channels of ancestral
-            chains; on the CPU, finite.
+            chains; on the CPU, finite. s: their schedule.
         temperature: tau of the chains. There are no densities at 0; then the cost is that of temperature 1.
     """
-    num_steps = len(seen[0])
-    s = schedule(num_steps)
-    coefficients, drift = (torch.from_numpy(values) for values in frozen(num_steps, MOST_LAGS))
+    num_steps = len(s)
+    coefficients, drift = (torch.from_numpy(values) for values in frozen(s, MOST_LAGS))
     lags = coefficients.shape[1]
     skip_cost = torch.zeros(num_steps, lags)
     for k in range(1, num_steps - 1):
@@ -189,19 +189,24 @@ class Segment(NamedTuple):
 
 
 def make_segments(
-    steps: tuple[int, ...], predictor: Predictor, corrections: np.ndarray, null_every: int, device: torch.device
+    steps: tuple[int, ...],
+    s: Schedule,
+    predictor: Predictor,
+    corrections: np.ndarray,
+    null_every: int,
+    device: torch.device,
 ) -> list[Segment]:
     """The segment after each of a plan's head calls.
 
     Args:
-        steps: S. corrections: [N, 2], added to the weights of x_b on x_a and eps_a.
+        steps: S. s: the chain's schedule. corrections: [N, 2], added to the weights of x_b on x_a and eps_a.
         null_every: the unconditional branch is evaluated at the first two calls, the last, and every `null_every`-th.
     """
     segments = []
     ends = (*steps[1:], -1)
     for i, (a, b) in enumerate(zip(steps, ends)):
         k = np.arange(a, b, -1)
-        mix, base, slope = _tables(k, predictor)
+        mix, base, slope = _tables(k, s, predictor)
         mix[-1, :2] += corrections[i]
         segment = Segment(
             first=a,
@@ -215,9 +220,8 @@ def make_segments(
     return segments
 
 
-def _tables(k: np.ndarray, predictor: Predictor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _tables(k: np.ndarray, s: Schedule, predictor: Predictor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(mix, base, slope) of the steps k = a .. b + 1, see `Segment`; float64."""
-    s = schedule(len(predictor.coefficients))
     lags = np.arange(len(k)) - 1  # index into the tables: a step's distance from the call, minus one
     base, slope = s.log_sigma_base[k], s.log_sigma_slope[k]
     base[1:] += slope[1:] * predictor.drift[k[1:], lags[1:]]
@@ -247,7 +251,7 @@ def sample(
     x: Tensor,
     noise: Callable[[Tensor], Tensor],
     segments: list[Segment],
-    num_steps: int,
+    s: Schedule,
     precision: Precision,
     visit: Visit | None = None,
 ) -> Tensor:
@@ -255,7 +259,7 @@ def sample(
 
     A call without the unconditional branch reuses the last difference between the two branches' predictions.
     """
-    steps = chain_steps(num_steps, TRAIN_STEPS - 1, z.device)
+    steps = chain_steps(s, z.device)
     return follow(head, z, scale, temperature, x, noise(steps.t), steps, segments, precision, visit)
 
 
@@ -299,14 +303,14 @@ def drawing(
     head: Head,
     noise: types.ModuleType,
     segments: list[Segment],
-    num_steps: int,
+    s: Schedule,
     precision: Precision,
     *,
     index: int = 0,
     visit: Visit | None = None,
 ) -> Draw:
     """The whole chain as a function of tensors; arguments as in `chain.drawing` and `sample`."""
-    steps = chain_steps(num_steps, TRAIN_STEPS - 1, precision.device)
+    steps = chain_steps(s, precision.device)
 
     def draw(z: Tensor, scale: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
         x = noise.initial(seed, position, head.channels, index)
@@ -364,6 +368,7 @@ class Audit:
         scale: Tensor,
         temperature: Tensor,
         segments: list[Segment],
+        s: Schedule,
         precision: Precision,
         chosen: Tensor,
         rate: float,
@@ -371,11 +376,10 @@ class Audit:
         self.head, self.scale, self.log_temperature = head, scale, temperature.log()
         self.segments, self.precision = segments, precision
         self.chosen, self.rate = chosen, rate
-        num_steps = chosen.shape[1]
-        self._columns = _columns(num_steps, z.device)
+        self._columns = _columns(s, z.device)
         with precision.full():
             self._c_embed = head.cond_embed(z)
-            timesteps = tuple(schedule(num_steps).timestep_map.tolist())
+            timesteps = tuple(s.timestep_map.tolist())
             self._t_embed = head.time_embed(on_device(timesteps, z.device))
         self.total = torch.zeros(len(chosen), device=z.device)
 
@@ -416,9 +420,8 @@ class Audit:
 
 
 @functools.cache
-def _columns(num_steps: int, device: torch.device) -> Tensor:
+def _columns(s: Schedule, device: torch.device) -> Tensor:
     """float32 [T, 1, 4]: A and B of p's mean, a and b of its log sigma, see `Schedule`."""
-    s = schedule(num_steps)
     columns = np.stack([s.mean_x, s.mean_eps, s.log_sigma_base, s.log_sigma_slope], axis=-1)[:, None]
     with torch.inference_mode(False):
         return torch.as_tensor(columns, dtype=torch.float32, device=device)
@@ -460,15 +463,16 @@ class Shortcut:
         if num_calls < 2 or self.steps[0] != num_steps - 1 or self.steps[-1] or (np.diff(self.steps) >= 0).any():
             raise ValueError(f"a shortcut's steps do not fall from {num_steps - 1} to 0")
 
-    def segments(self, predictor: Predictor, null_every: int, device: torch.device) -> list[Segment]:
+    def segments(self, s: Schedule, predictor: Predictor, null_every: int, device: torch.device) -> list[Segment]:
         """The segment after each of its calls."""
-        return make_segments(tuple(self.steps.tolist()), predictor, self.corrections, null_every, device)
+        return make_segments(tuple(self.steps.tolist()), s, predictor, self.corrections, null_every, device)
 
 
 def fit_shortcut(
     head: Head,
     seen: Trace,
     held_out: Trace,
+    s: Schedule,
     predictor: Predictor,
     steps: tuple[int, ...],
     null_every: int,
@@ -487,12 +491,12 @@ def fit_shortcut(
     """
     device = seen.x.device
     corrections = np.zeros((len(steps), 2), np.float32)
-    segments = make_segments(steps, predictor, corrections, null_every, device)
-    difference = _difference(head, held_out, segments, precision)
+    segments = make_segments(steps, s, predictor, corrections, null_every, device)
+    difference = _difference(head, held_out, segments, s, precision)
 
-    fitted = _corrections(head, seen, segments, precision)
-    corrected = make_segments(steps, predictor, fitted, null_every, device)
-    corrected_difference = _difference(head, held_out, corrected, precision)
+    fitted = _corrections(head, seen, segments, s, precision)
+    corrected = make_segments(steps, s, predictor, fitted, null_every, device)
+    corrected_difference = _difference(head, held_out, corrected, s, precision)
     if not difference <= corrected_difference:  # `difference` may be NaN
         corrections, segments, difference = fitted, corrected, corrected_difference
     if not math.isfinite(difference):
@@ -501,36 +505,41 @@ def fit_shortcut(
         steps=np.array(steps, np.int16),
         corrections=corrections,
         difference=np.float32([difference]),
-        divergence=np.float32([_divergence(head, held_out, segments, precision, advance)]),
+        divergence=np.float32([_divergence(head, held_out, segments, s, precision, advance)]),
     )
 
 
-def _difference(head: Head, chains: Trace, segments: list[Segment], precision: Precision) -> float:
+def _difference(head: Head, chains: Trace, segments: list[Segment], s: Schedule, precision: Precision) -> float:
     """See `Shortcut`."""
-    tokens = _run(head, chains, segments, precision)
+    tokens = _run(head, chains, segments, s, precision)
     error = (tokens - chains.tokens).square().mean()
     variance = chains.tokens.var(0).mean()
     return (error / variance).sqrt().item()
 
 
 def _divergence(
-    head: Head, chains: Trace, segments: list[Segment], precision: Precision, advance: Advance = no_advance
+    head: Head,
+    chains: Trace,
+    segments: list[Segment],
+    s: Schedule,
+    precision: Precision,
+    advance: Advance = no_advance,
 ) -> float:
     """See `Shortcut`; most of the work of a fit."""
     if not (chains.temperature > 0).all():
         return math.inf
     everywhere = torch.ones(len(chains.seed), len(chains.x), dtype=torch.bool, device=chains.x.device)
-    audit = Audit(head, chains.z, chains.scale, chains.temperature, segments, precision, everywhere, rate=1.0)
+    audit = Audit(head, chains.z, chains.scale, chains.temperature, segments, s, precision, everywhere, rate=1.0)
 
     def look(i: int, sources: Tensor, v: Tensor) -> None:
         audit(i, sources, v)
         advance(1 / len(segments))
 
-    _run(head, chains, segments, precision, look)
+    _run(head, chains, segments, s, precision, look)
     return audit.total.mean().nan_to_num(math.inf, posinf=math.inf).item()
 
 
-def _corrections(head: Head, chains: Trace, segments: list[Segment], precision: Precision) -> np.ndarray:
+def _corrections(head: Head, chains: Trace, segments: list[Segment], s: Schedule, precision: Precision) -> np.ndarray:
     """Corrections float32 [N, 2], see `Shortcut`: each is fitted on chains that use the corrections before it."""
     corrections = torch.zeros(len(segments), 2, dtype=torch.float64)
 
@@ -543,19 +552,24 @@ def _corrections(head: Head, chains: Trace, segments: list[Segment], precision: 
         corrections[i] = _least_squares(sources[:2], wanted - predicted)
         return predicted + weighted(corrections[i].to(predicted), sources[:2])
 
-    _run(head, chains, segments, precision, correct)
+    _run(head, chains, segments, s, precision, correct)
     return corrections.float().numpy()
 
 
 def _run(
-    head: Head, chains: Trace, segments: list[Segment], precision: Precision, visit: Visit | None = None
+    head: Head,
+    chains: Trace,
+    segments: list[Segment],
+    s: Schedule,
+    precision: Precision,
+    visit: Visit | None = None,
 ) -> Tensor:
     """Tokens from the z and the noise of a trace."""
     channels = chains.tokens.shape[1]
     x = noise.initial(chains.seed, chains.position, channels)
     eps_of = lambda t: noise.steps(chains.seed, chains.position, t, channels)  # noqa: E731
     rows = chains.z, chains.scale, chains.temperature
-    return sample(head, *rows, x, eps_of, segments, len(chains.x), precision, visit)
+    return sample(head, *rows, x, eps_of, segments, s, precision, visit)
 
 
 def _least_squares(features: Tensor, wanted: Tensor) -> Tensor:
@@ -689,7 +703,7 @@ def denoise(
         round_state["calibrated", model] = _Fitted(runner, model, request)
     fitted: _Fitted = round_state["calibrated", model]
     head, segments = runner.models[model].head, fitted.segments
-    num_steps = request.num_sampling_steps
+    s = head.schedule(request.num_sampling_steps)
     log_sigmas: list[Tensor] = []
 
     def keep_sigma(i: int, sources: Tensor, v: Tensor) -> None:
@@ -698,11 +712,11 @@ def denoise(
 
     audit = None
     if request.audit:
-        accept_uniforms = runner.noise.step_accept_uniforms(rows.seed, rows.position, num_steps)
+        accept_uniforms = runner.noise.step_accept_uniforms(rows.seed, rows.position, len(s))
         chosen = accept_uniforms < request.audit
-        audit = Audit(head, z, rows.scale, rows.temperature, segments, runner.precision, chosen, request.audit)
+        audit = Audit(head, z, rows.scale, rows.temperature, segments, s, runner.precision, chosen, request.audit)
     visit = keep_sigma if densities else audit
-    draw = drawing(head, runner.noise, segments, num_steps, runner.precision, index=index, visit=visit)
+    draw = drawing(head, runner.noise, segments, s, runner.precision, index=index, visit=visit)
     tokens = by_row(runner, None if visit else ("calibrated", model, kind, index), draw, rows, z)
     calls = np.full(len(tokens), len(segments))
     evaluations = calls + fitted.num_full * (len(z) - 1)

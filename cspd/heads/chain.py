@@ -22,7 +22,7 @@ from cspd.graphs import compiled
 from cspd.method import ModelRunner, as_it_is, nothing_more
 from cspd.option import Option, check_integer
 from cspd.request import Request, Sequence, Stopwatch
-from mar.head import TRAIN_STEPS, Head, ReadyHead, Schedule, schedule
+from mar.head import TRAIN_STEPS, Head, ReadyHead
 
 # The tokens that an iteration predicts, flat over the sequences of a batch.
 
@@ -251,12 +251,12 @@ def table_bytes(device: torch.device) -> int:
 
 
 def modulated(
-    head: Head, z: Tensor, timesteps: Several[int], precision: Precision, branches: Several[int] | None = None
+    head: Head, z: Tensor, timesteps: Several[float], precision: Precision, branches: Several[int] | None = None
 ) -> Iterator[tuple[range, ReadyHead, Iterator]]:
     """The head's modulations at one timestep after another, computed for many calls at once.
 
     Args:
-        z: conditions [G, R, D]. timesteps: N of the 1000, in the order of the calls.
+        z: conditions [G, R, D]. timesteps: N names of steps, in the order of the calls.
         branches: for each call, how many of z's G branches it evaluates, from the first; by default all.
 
     Yields:
@@ -269,7 +269,7 @@ def modulated(
     end = [*itertools.accumulate(branches)]
     with precision.full():
         c_embed = head.cond_embed(z)
-        t_embed = head.time_embed(on_device(tuple(map(int, timesteps)), z.device))
+        t_embed = head.time_embed(on_device(tuple(np.asarray(timesteps).tolist()), z.device))
     for calls in [range(1), *(range(i, min(i + chunk, num_calls)) for i in range(1, num_calls, chunk))]:
         own = list(branches[calls.start : calls.stop])
         which = slice(end[calls.stop - 1] - sum(own), end[calls.stop - 1])
@@ -285,8 +285,8 @@ def modulated(
 
 
 @functools.cache
-def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Constant integers on a device, int64 [N]; cached forever, as `chain_steps`."""
+def on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """Constants on a device, int64 or float32 [N]; cached forever, as `chain_steps`."""
     with torch.inference_mode(False):
         return torch.tensor(numbers, device=device)
 
@@ -317,20 +317,52 @@ SHORT, SHORT_FIRST = 25, 950  # chains of fewer steps should begin there
 # PyTorch. Compiling takes longer the more steps it has.
 COMPILED_STEPS = 5
 Trace = Callable[[int, Tensor, Tensor, Tensor], None]
-Outputs = Callable[[Head, Tensor, Several[int], Precision], Iterable[tuple[range, Iterator[Callable[..., Tensor]]]]]
+Outputs = Callable[[Head, Tensor, Several[float], Precision], Iterable[tuple[range, Iterator[Callable[..., Tensor]]]]]
+
+
+class Schedule(Protocol):
+    """A chain of T Gaussian steps, the noisiest at T - 1, each described by float64 arrays [T].
+
+    With the head's outputs (eps, v) at x, a step has the mean  A x + B eps  and  log sigma = a + b v, without
+    temperature. Step 0 adds no noise. `mar.head.Schedule` is MAR's; there eps is the predicted noise. The head of a
+    stochastic differential equation predicts a velocity or the clean token, and b is 0.
+
+    Attributes:
+        timestep_map: the head's own names of the steps, integers or floats.
+        mean_x, mean_eps: A, B. log_sigma_base, log_sigma_slope: a, b.
+        held_x, held_eps: weights of x and eps in the quantity that changes little from step to step, so that a frozen
+            draft holds it.
+    """
+
+    @property
+    def timestep_map(self) -> np.ndarray: ...
+    @property
+    def mean_x(self) -> np.ndarray: ...
+    @property
+    def mean_eps(self) -> np.ndarray: ...
+    @property
+    def log_sigma_base(self) -> np.ndarray: ...
+    @property
+    def log_sigma_slope(self) -> np.ndarray: ...
+    @property
+    def held_x(self) -> np.ndarray: ...
+    @property
+    def held_eps(self) -> np.ndarray: ...
+    def __len__(self) -> int: ...
+    def __hash__(self) -> int: ...
 
 
 class Steps(NamedTuple):
     """Constants of a chain's steps, in the order of its calls: the noisiest step first.
 
     Attributes:
-        timesteps: of the 1000. mean_x, mean_eps, slope: of each step, on the CPU, see `Schedule`.
-        numbers: float32 [T, 3], the same three on the device.
+        timesteps: the head's names of the steps. mean_x, mean_eps, slope: of each step, on the CPU, see `Schedule`.
+        numbers: float32 [T, 3], the last three on the device.
         t: int64 [T], the steps T - 1 .. 0. sigma: float32 [T, 1, 1], of their noise if v = 0 and tau = 1; the last
             is 0.
     """
 
-    timesteps: tuple[int, ...]
+    timesteps: tuple[float, ...]
     mean_x: list[float]
     mean_eps: list[float]
     slope: list[float]
@@ -340,13 +372,12 @@ class Steps(NamedTuple):
 
 
 @functools.cache  # forever: a graph reads them at a fixed address
-def chain_steps(num_steps: int, first_timestep: int, device: torch.device) -> Steps:
-    """The steps of the schedule of T = `num_steps`."""
-    s = schedule(num_steps, first_timestep)
+def chain_steps(s: Schedule, device: torch.device) -> Steps:
+    """The steps of a schedule."""
     with torch.inference_mode(False):
         sigma = torch.as_tensor(s.log_sigma_base[::-1].copy(), dtype=torch.float32, device=device).exp()
         sigma[-1] = 0  # the last step adds no noise
-        t = torch.arange(num_steps - 1, -1, -1, device=device)
+        t = torch.arange(len(s) - 1, -1, -1, device=device)
         columns = [values[::-1].tolist() for values in (s.mean_x, s.mean_eps, s.log_sigma_slope)]
         numbers = torch.tensor(columns, device=device).t().contiguous()
     timesteps = tuple(s.timestep_map[::-1].tolist())
@@ -373,7 +404,7 @@ def guided(out: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def every_output(
-    head: Head, z: Tensor, timesteps: Several[int], precision: Precision
+    head: Head, z: Tensor, timesteps: Several[float], precision: Precision
 ) -> Iterator[tuple[range, Iterator[Callable[[Tensor], Tensor]]]]:
     """The head's outputs at one timestep after another, as functions of the noisy tokens; otherwise as `modulated`."""
     for calls, own_head, by_call in modulated(head, z, timesteps, precision):
@@ -388,10 +419,9 @@ def ancestral(
     temperature: Tensor,
     x: Tensor,
     noise: Callable[[Tensor], Tensor],
-    num_steps: int,
+    s: Schedule,
     precision: Precision,
     trace: Trace | None = None,
-    first_timestep: int = TRAIN_STEPS - 1,
     outputs: Outputs = every_output,
 ) -> Tensor:
     """Samples one token per row by the full chain; T sequential head calls.
@@ -406,15 +436,14 @@ def ancestral(
         temperature: tau of each row [R, 1].
         x: x_T [R, d].
         noise: maps steps t [n] to eps_t [n, R, d].
-        num_steps: T.
+        s: the chain's schedule.
         trace: called at every step with (t, x_t, guided eps, v), the last three [R, d].
-        first_timestep: the one of the 1000 at which the chain begins.
         outputs: computes the head's outputs.
 
     Returns:
         Tokens [R, d], float32.
     """
-    steps = chain_steps(num_steps, first_timestep, z.device)
+    steps = chain_steps(s, z.device)
     return follow(head, z, scale, temperature, x, noise(steps.t), steps, precision, trace, outputs)
 
 
@@ -433,7 +462,7 @@ def follow(
 ) -> Tensor:
     """`ancestral` with noise eps_t [T, R, d] drawn in advance, in the order of the steps."""
     added = eps_t * (steps.sigma * temperature)
-    if trace is None and outputs is every_output:
+    if trace is None and outputs is every_output and isinstance(head, Head):  # other heads have neither
         if kernels.available(x.device):
             return _follow_by_kernels(head, z, scale, x, added, steps, precision)
         if is_compiled:
@@ -522,9 +551,8 @@ def take_step(
 def drawing(
     head: Head,
     noise: types.ModuleType,
-    num_steps: int,
+    s: Schedule,
     precision: Precision,
-    first_timestep: int = TRAIN_STEPS - 1,
     *,
     index: int = 0,
     trace: Trace | None = None,
@@ -537,7 +565,7 @@ def drawing(
         noise: its source, see `cspd.noise`. index: of the noise. is_compiled: take steps by torch.compile. The others
             are as in `ancestral`.
     """
-    steps = chain_steps(num_steps, first_timestep, precision.device)
+    steps = chain_steps(s, precision.device)
 
     def draw(z: Tensor, scale: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
         x = noise.initial(seed, position, head.channels, index)
@@ -605,20 +633,21 @@ def denoise_ancestral(
     """Draws every token by the full chain (arXiv 2406.11838), one head call per step; arguments as described above.
 
     Args:
-        num_steps: T; by default the requests'. trace, outputs: as in `ancestral`.
+        num_steps: by default the requests' `num_sampling_steps`. trace, outputs: as in `ancestral`.
     """
     request = rows.sequences[0].request
+    head = runner.models[model].head
     num_steps = num_steps or request.num_sampling_steps
     first_timestep = request.first_timestep or TRAIN_STEPS - 1
+    s = head.schedule(num_steps, first_timestep)
     log_sigmas: list[Tensor] = []
     if densities:
-        trace = sigma_trace(schedule(num_steps, first_timestep), rows.temperature, log_sigmas)
+        trace = sigma_trace(s, rows.temperature, log_sigmas)
     draw = drawing(
-        runner.models[model].head,
+        head,
         runner.noise,
-        num_steps,
+        s,
         runner.precision,
-        first_timestep,
         index=index,
         trace=trace,
         outputs=outputs,
@@ -626,8 +655,8 @@ def denoise_ancestral(
     )
     key = None if trace else ("ancestral", model, num_steps, first_timestep, index, outputs)
     tokens = by_row(runner, key, draw, rows, z)
-    calls = np.full(len(tokens), num_steps)
-    made = Denoised(tokens, calls, num_steps, evaluations=calls * len(z))
+    calls = np.full(len(tokens), len(s))
+    made = Denoised(tokens, calls, len(s), evaluations=calls * len(z))
     return with_densities(made, log_sigmas) if densities else made
 
 

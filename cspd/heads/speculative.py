@@ -23,6 +23,7 @@ from cspd.heads.chain import (
     ContinuousRunner,
     Denoised,
     Rows,
+    Schedule,
     ancestral_advice,
     denoise_ancestral,
     denoiser,
@@ -50,7 +51,7 @@ from cspd.heads.verify import (
 from cspd.noise import DRAFT_OFFSET
 from cspd.option import Option, check_integer
 from cspd.request import Request, RoundStats, Sequence, Stopwatch
-from mar.head import Head, fill, schedule
+from mar.head import Head, fill
 
 # A chain that has ended: its token, and a record of its passes.
 
@@ -132,7 +133,7 @@ class Chains:
     of a launch after it has made the next one, so that neither waits for the other.
 
     Args:
-        head: the diffusion head. table: see `draft_table`. noise: the source of randomness.
+        head: the diffusion head. s: its chain. table: see `draft_table`. noise: the source of randomness.
         graphs: captures and replays the launches; by default nothing is captured.
         trace_sigma: also sum log sigma_p along the chains, see `Finished`.
         drafting: the head is a draft model's; its uniform draws and candidates differ from the target's.
@@ -145,6 +146,7 @@ class Chains:
     def __init__(
         self,
         head: Head,
+        s: Schedule,
         table: Tensor,
         precision: Precision,
         noise: types.ModuleType,
@@ -154,14 +156,15 @@ class Chains:
         drafting: bool = False,
         compiled: bool = False,
     ) -> None:
-        self.head, self.precision, self.noise, self.device = head, precision, noise, table.device
+        self.head, self.schedule, self.precision = head, s, precision
+        self.noise, self.device = noise, table.device
         self._fast_head = precision.prepare(head)
         self.trace_sigma, self.drafting = trace_sigma, drafting
         self.num_steps, self.window = table.shape[:2]
-        self._lookup = lookup(table)
-        self._move = move_on(self.device, compiled)
+        self._lookup = lookup(table, fixed=not s.log_sigma_slope.any())
+        self._move = move_on(head, self.device, compiled)
         with precision.full():
-            self._t_embed = head.time_embed(send_integers(schedule(self.num_steps).timestep_map, self.device))
+            self._t_embed = head.time_embed(send({"names": s.timestep_map}, self.device)["names"])
         self._graphs = graphs or Graphs(self.device, enabled=False)
         self.passes = PASSES if self._graphs.enabled else 1
         self._late = self._graphs.enabled or self.device.type == "cuda"  # reports are read a launch late
@@ -265,7 +268,7 @@ class Chains:
                 first = [fill(layer[:, :, -1]) for layer in layers]
             else:
                 first = self.head.modulations(self._t_embed[-1], c_embed)
-            state, log_sigma = first_step(self.head, x, eps_t[:, -1], first, scale, temperature, self.num_steps)
+            state, log_sigma = first_step(self.head, x, eps_t[:, -1], first, scale, temperature, self.schedule)
         slots.state[here, :4] = state
         slots.names[here] = torch.stack([row, seed, position], dim=1)
         slots.scale[here] = scale.unsqueeze(1)
@@ -419,14 +422,17 @@ def chains_of(runner: ContinuousRunner, model: str, sequence: Sequence, trace_si
 
 
 def _make_chains(runner: ContinuousRunner, model: str, request: Request, trace_sigma: bool) -> Chains:
+    head = runner.models[model].head
+    s = head.schedule(request.num_sampling_steps)
     if request.draft == "frozen":
-        coefficients, drift = frozen(request.num_sampling_steps)
+        coefficients, drift = frozen(s)
     else:
         calibration = runner.tuning.calibrations[model].get(request)
         coefficients, drift = calibration.coefficients, calibration.drift
-    table = draft_table(coefficients, drift, request.num_sampling_steps, request.window, request.temperature)
+    table = draft_table(coefficients, drift, s, request.window, request.temperature)
     return Chains(
-        runner.models[model].head,
+        head,
+        s,
         send({"table": table}, runner.device)["table"],
         runner.precision,
         runner.noise,
@@ -442,7 +448,7 @@ class _Running:
 
     def __init__(self, runner: ContinuousRunner, sequence: Sequence) -> None:
         self.chains = chains_of(runner, "target", sequence)
-        shape = (runner.num_slots, runner.config.seq_len, sequence.request.num_sampling_steps)
+        shape = (runner.num_slots, runner.config.seq_len, self.chains.num_steps)
         self.record = torch.zeros(shape, dtype=torch.int8, device=runner.device)
 
     def begin(self, runner: ContinuousRunner, sequences: list[Sequence], rows: Rows, z: Tensor) -> None:
@@ -515,7 +521,7 @@ def run_round(
         running.advance(runner, busy)
         busy = [s for s in busy if s.num_under_way]
     watch.start("other")
-    finished = [s for s in batch if s.iteration == s.request.num_iter and not s.num_under_way]
+    finished = [s for s in batch if s.num_committed == runner.seq_len]
     if finished:
         slots = send_integers([sequence.slot for sequence in finished], runner.device)
         records = running.record[slots]
@@ -580,7 +586,7 @@ def denoise(
     row = torch.arange(num, device=z.device)
     chains.start(range(num), row, rows.seed, rows.position, z, rows.scale, rows.temperature, index)
     tokens, log_sigma_last = z.new_empty(2, num, runner.config.token_dim)
-    record = torch.empty(num, request.num_sampling_steps, dtype=torch.int8, device=z.device)
+    record = torch.empty(num, chains.num_steps, dtype=torch.int8, device=z.device)
     log_sigma = z.new_empty(num)
     while chains.owners:
         finished = chains.advance()

@@ -23,8 +23,8 @@ from cspd.device import Precision, seconds_of, send
 from cspd.files import ArrayCache, Kind, content_hash, measured_once, of_device, remember, user_cache
 from cspd.graphs import Graphs
 from cspd.heads.calibrated import Plan, Predictor, Segment, Shortcut, fit_predictor, fit_shortcut, plan_of
-from cspd.heads.calibration import TRACE_SEED, WINDOWS, Calibration, Trace, draft_table, fit, trace
-from cspd.heads.chain import MakeRunner, drawing
+from cspd.heads.calibration import TRACE_SEED, WINDOWS, Calibration, Trace, draft_table, fit, frozen, trace
+from cspd.heads.chain import MakeRunner, Schedule, drawing
 from cspd.heads.speculative import Chains
 from cspd.heads.verify import table_size
 from cspd.method import PLAIN, Choice, DraftChooser, choose_by_gain, is_enough
@@ -146,9 +146,8 @@ def measure(
         compiled, graphs: as in `cspd.engine.Engine`.
     """
     num_branches, generator = 2 if guided else 1, torch.Generator().manual_seed(0)
-    coefficients = np.zeros((STEPS, WINDOW, 3))
-    coefficients[..., 1] = 1
-    table = draft_table(coefficients, np.zeros((STEPS, WINDOW)), STEPS, WINDOW, 1.0)
+    s = head.schedule(STEPS)
+    table = draft_table(*frozen(s, WINDOW), s, WINDOW, 1.0)
     table = send({"table": table}, device)["table"]
     runner = Graphs(device, graphs)
     measured = {"ancestral": [], "start": [], "round": []}
@@ -156,8 +155,8 @@ def measure(
     for size in tqdm(ROWS, desc="timing this device", unit=" size", leave=False, delay=0.5, disable=None):
         if rows and size * STEPS > limit:
             break
-        z = torch.randn(num_branches, size, head.cond_embed.in_features, generator=generator).to(device)
-        chains = Chains(head, table, precision, _AcceptAll, graphs=runner, compiled=compiled)
+        z = torch.randn(num_branches, size, head.cond_dim, generator=generator).to(device)
+        chains = Chains(head, s, table, precision, _AcceptAll, graphs=runner, compiled=compiled)
         times = _time_one_size(chains, z, runner, compiled)
         for name, seconds in times.items():
             smaller = measured[name][-1:]
@@ -174,7 +173,7 @@ def _time_one_size(chains: Chains, z: Tensor, graphs: Graphs, compiled: bool) ->
     seed, position = torch.arange(size, device=device), torch.arange(size, device=device)
     ones = torch.ones(size, 1, device=device)  # guidance scales and temperatures
 
-    draw = drawing(chains.head, noise, ANCESTRAL_STEPS, chains.precision, is_compiled=compiled)
+    draw = drawing(chains.head, noise, chains.head.schedule(ANCESTRAL_STEPS), chains.precision, is_compiled=compiled)
 
     def run_ancestral() -> None:
         graphs.run("ancestral", draw, z, ones, ones, seed, position)
@@ -251,12 +250,13 @@ class Tuning(DraftChooser):
 
     def _choose(self, request: Request, num_slots: int) -> Choice:
         """The fastest window on this device, and the reason."""
-        num_steps, temperature = request.num_sampling_steps, request.temperature
+        num_steps, temperature = len(self.target.head.schedule(request.num_sampling_steps)), request.temperature
         if temperature == 0 or num_steps < 3:
             settings = f"temperature={temperature}, num_sampling_steps={num_steps}"
             return Choice(PLAIN, f"{settings}: there is nothing to draft")
         num_generated = request.num_generated(self.target.config.seq_len)
-        rows = num_slots * (request.gamma or num_generated / request.num_iter)  # denoised at once, over all slots
+        own_rows = request.gamma or num_generated / (request.num_iter or num_generated)
+        rows = num_slots * own_rows  # denoised at once, over all slots
         calibrate = functools.partial(self.calibrations["target"].get, request)
         choice = self.costs(request.guided).choose(num_steps, rows, calibrate)
         if choice.config == PLAIN:
@@ -332,7 +332,8 @@ class Calibrations:
         """The segments of a request's shortcut, on the device."""
         settings = json.dumps(self._settings(request, Shortcut))
         if settings not in self._segments:
-            segments = self.shortcut(request).segments(self.predictor(request), request.null_every, self.device)
+            own = self._schedule(request), self.predictor(request)
+            segments = self.shortcut(request).segments(*own, request.null_every, self.device)
             remember(self._segments, settings, segments)
         return self._segments[settings]
 
@@ -357,7 +358,7 @@ class Calibrations:
             "cfg": float(request.cfg),
             "cfg_schedule": request.cfg_schedule if request.guided else None,
             "temperature": float(request.temperature),
-            "num_sampling_steps": request.num_sampling_steps,
+            "num_sampling_steps": len(self._schedule(request)),
             "precision": self.precision.policy,
             "seed": TRACE_SEED,
         }
@@ -366,7 +367,7 @@ class Calibrations:
     def _fit(self, request: Request) -> Calibration:
         with self.fitting(request, Calibration):
             chains = self._trace(request, held_out=False).chains
-            made = fit(*chains, request.temperature, request.draft == "frozen")
+            made = fit(*chains, self._schedule(request), request.temperature, request.draft == "frozen")
             self._advance(WORK[Calibration])
         return made
 
@@ -374,7 +375,7 @@ class Calibrations:
     def _fit_predictor(self, request: Request) -> Predictor:
         with self.fitting(request, Predictor):
             seen, held_out = (self._trace(request, held_out).finite().chains for held_out in (False, True))
-            made = fit_predictor(seen, held_out, request.temperature)
+            made = fit_predictor(seen, held_out, self._schedule(request), request.temperature)
             self._advance(WORK[Predictor])
         return made
 
@@ -384,8 +385,13 @@ class Calibrations:
             predictor, steps = self.predictor(request), self.plan(request, request.head_calls).steps
             seen, held_out = (self._trace(request, held_out).finite().to(self.device) for held_out in (False, True))
             advance = lambda share: self._advance(share * WORK[Shortcut])  # noqa: E731
-            given = seen, held_out, predictor, steps, request.null_every, self.precision
+            own = self._schedule(request), predictor, steps
+            given = seen, held_out, *own, request.null_every, self.precision
             return fit_shortcut(self.model.head, *given, advance)
+
+    def _schedule(self, request: Request) -> Schedule:
+        """The chain of a request's tokens."""
+        return self.model.head.schedule(request.num_sampling_steps)
 
     def _trace(self, request: Request, held_out: bool) -> Trace:
         """Chains of the model's own samples; the last ones are remembered, since several fits use them."""
@@ -419,7 +425,7 @@ def measured_costs(
         "schema": COSTS_SCHEMA,
         **of_device(device),
         "precision": precision.policy,
-        "head": [head.channels, head.width, len(head.res_blocks), head.cond_embed.in_features],
+        "head": [head.channels, head.width, len(head.res_blocks), head.cond_dim],
         "guided": guided,
         "compiled": compiled,
         "graphs": graphs,

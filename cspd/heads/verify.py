@@ -12,8 +12,8 @@ from torch import Tensor
 from cspd import kernels
 from cspd.device import Precision, send_integers
 from cspd.graphs import compiled
-from cspd.heads.chain import guided, modulation_size, most_bytes
-from mar.head import Head, fill, filled, schedule
+from cspd.heads.chain import Schedule, guided, modulation_size, most_bytes
+from mar.head import Head, fill, filled
 
 # Diagonal Gaussians: log-ratios, and a maximal coupling of p and q.
 #
@@ -371,21 +371,25 @@ class Lookup(NamedTuple):
         draft: float32 [T + 1, W, 3 + W + 5], see `draft_table`; zeros if no step is left.
         limits: int64 [T + 1, 2], the steps that a pass decides at most, and the last of them as an index from 0.
         lags: int64 [W], 1 .. W.
+        fixed: whether log sigma does not depend on the head, so that p and q differ in their means only. Then the
+            mirror image of a rejected draft always has the residual distribution; rounding alone would reject it.
     """
 
     draft: Tensor
     limits: Tensor
     lags: Tensor
+    fixed: bool
 
 
-def lookup(table: Tensor) -> Lookup:
-    """The `Lookup` of a `draft_table`."""
+def lookup(table: Tensor, fixed: bool = False) -> Lookup:
+    """The `Lookup` of a `draft_table`; fixed: as there."""
     num_steps, window = table.shape[:2]
     most = torch.arange(num_steps + 1, device=table.device).clamp(max=window)
     return Lookup(
         draft=torch.cat([torch.zeros_like(table[:1]), table]),
         limits=torch.stack([most, (most - 1).clamp(min=0)], dim=1),
         lags=torch.arange(1, window + 1, device=table.device),
+        fixed=fixed,
     )
 
 
@@ -444,7 +448,7 @@ def first_step(
     layers: Sequence[Tensor],
     scale: Tensor,
     temperature: Tensor,
-    num_steps: int,
+    s: Schedule,
 ) -> tuple[Tensor, Tensor]:
     """Step T - 1, ancestral: the state after it with its anchor [N, 4, d], and log sigma [N, d].
 
@@ -452,7 +456,7 @@ def first_step(
         x, eps_t: x_T and the step's noise [N, d]. layers: the head's modulations of the padded rows.
         scale, temperature: [N, 1].
     """
-    s, last = schedule(num_steps), num_steps - 1
+    last = len(s) - 1
     eps, v = evaluate_filled(head, x, head.split(layers), scale)
     mean = x * s.mean_x[last] + eps * s.mean_eps[last]
     log_sigma = s.log_sigma_base[last] + temperature.log() + s.log_sigma_slope[last] * v
@@ -551,7 +555,7 @@ def move(
     mean_p, log_sigma_p, mean_q, log_sigma_q = anchor_p_q[:, 3:].unbind(1)
     p_last, q_last = (mean_p, log_sigma_p), (mean_q, log_sigma_q)
     resampled, lost = resample(y_last, log_uniform_last.squeeze(-1), p_last, q_last)
-    unresolved = rejected & lost
+    unresolved = torch.zeros_like(rejected) if lookup.fixed else rejected & lost
 
     # 5. go on from there; after step 0, p's mean is the token
     x = torch.where(rejected.unsqueeze(-1), resampled, y_last)
@@ -573,11 +577,11 @@ def move(
 # Three versions of a pass that compute the same: `move`, compiled `move`, and Triton kernels.
 
 
-def move_on(device: torch.device, is_compiled: bool) -> Callable[..., Moved]:
-    """The version of `move` for a device."""
+def move_on(head: Head, device: torch.device, is_compiled: bool) -> Callable[..., Moved]:
+    """The version of `move` for a head on a device; only MAR's has kernels."""
     if is_compiled:
         return compiled(move, "speculative passes")
-    return move_by_kernels if kernels.available(device) else move
+    return move_by_kernels if isinstance(head, Head) and kernels.available(device) else move
 
 
 def move_by_kernels(

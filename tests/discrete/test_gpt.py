@@ -7,8 +7,9 @@ import torch
 from conftest import GOLDEN, relative_error
 
 from cspd.discrete import gpt, registry
-from cspd.discrete.gpt import CacheView, Eagle
+from cspd.discrete.gpt import Eagle
 from cspd.discrete.registry import load_tokenizer
+from cspd.transformer import CacheView
 
 SHAPES = json.loads((GOLDEN / "shapes_vq.json").read_text())
 

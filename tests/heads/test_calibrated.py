@@ -37,20 +37,21 @@ def predictor():
 
 def shortcut(case, predictor, head_calls, null_every=1):
     steps = plan_of(predictor.skip_cost, head_calls).steps
-    return fit_shortcut(case.head, case.trace(256, 2**40), case.trace(256, 2**41), predictor, steps, null_every, FP32)
+    traces = case.trace(256, 2**40), case.trace(256, 2**41)
+    return fit_shortcut(case.head, *traces, case.schedule, predictor, steps, null_every, FP32)
 
 
 def draw(case, plan, rows, seed, visit=None):
     """Tokens [rows, d] by a plan, with the noise of `case.ancestral(rows, seed)`."""
     _, _, *inputs = case.rows(rows, seed)
-    return sample(case.head, *inputs, *case.noise(rows, seed), plan, case.num_steps, FP32, visit)
+    return sample(case.head, *inputs, *case.noise(rows, seed), plan, case.schedule, FP32, visit)
 
 
 def audit_of(plan, rows, seed, rate):
     """The audit of a run of `CASE` that evaluates the head at a share `rate` of its steps, and the run's tokens."""
     seeds, position, *inputs = CASE.rows(rows, seed)
     chosen = noise.step_accept_uniforms(seeds, position, STEPS) < rate
-    audit = Audit(HEAD, *inputs, plan, FP32, chosen, rate)
+    audit = Audit(HEAD, *inputs, plan, CASE.schedule, FP32, chosen, rate)
     return audit, draw(CASE, plan, rows, seed, visit=audit)
 
 
@@ -107,7 +108,7 @@ def step_by_step(steps, predictor, corrections, null_every, rows, seed):
 def test_segments_are_the_steps_that_they_replace(predictor, null_every):
     """And an audit of all steps is the divergence of the path."""
     fitted = shortcut(CASE, predictor, 6, null_every)
-    audit, tokens = audit_of(fitted.segments(predictor, null_every, CPU), 50, 3, rate=1.0)
+    audit, tokens = audit_of(fitted.segments(CASE.schedule, predictor, null_every, CPU), 50, 3, rate=1.0)
     steps = tuple(fitted.steps.tolist())
     expected, divergence = step_by_step(steps, predictor, fitted.corrections, null_every, 50, 3)
     assert (tokens - expected).abs().max() < 1e-4
@@ -117,7 +118,7 @@ def test_segments_are_the_steps_that_they_replace(predictor, null_every):
 
 def test_all_calls_are_the_full_chain_draw_for_draw(predictor):
     fitted = shortcut(CASE, predictor, STEPS)
-    tokens = draw(CASE, fitted.segments(predictor, 1, CPU), 200, seed=1)
+    tokens = draw(CASE, fitted.segments(CASE.schedule, predictor, 1, CPU), 200, seed=1)
     assert (tokens - CASE.ancestral(200, seed=1)).abs().max() < 1e-4
     assert fitted.difference < 1e-4 and fitted.divergence == 0
 
@@ -129,7 +130,7 @@ def test_a_linear_head_is_predicted_without_error(temperature):
     predictor, exact = case.predictor(), case.ancestral(1000, seed=1)
     for head_calls in (5, 8):
         fitted = shortcut(case, predictor, head_calls)
-        tokens = draw(case, fitted.segments(predictor, 1, CPU), 1000, seed=1)
+        tokens = draw(case, fitted.segments(CASE.schedule, predictor, 1, CPU), 1000, seed=1)
         assert (tokens - exact).abs().max() < 0.02
         assert fitted.difference < 0.03
         assert (fitted.divergence < 0.1) if temperature else fitted.divergence == np.inf
@@ -143,7 +144,7 @@ def test_more_calls_come_nearer_and_the_difference_holds_for_other_tokens(predic
         assert falling == sorted(falling, reverse=True)
     exact = CASE.ancestral(4000, seed=9)
     for n, each in fitted.items():
-        tokens = draw(CASE, each.segments(predictor, 1, CPU), 4000, seed=9)
+        tokens = draw(CASE, each.segments(CASE.schedule, predictor, 1, CPU), 4000, seed=9)
         difference = ((tokens - exact).square().mean() / exact.var(0).mean()).sqrt()
         assert difference == pytest.approx(each.difference.item(), rel=0.25), n
 
@@ -157,7 +158,7 @@ def test_corrections_stay_only_if_they_bring_held_out_tokens_nearer(predictor):
     for head_calls in (4, 6):
         fitted = shortcut(CASE, predictor, head_calls)
         corrected, uncorrected = (
-            (draw(CASE, each.segments(predictor, 1, CPU), 256, 2**41) - exact).square().mean()
+            (draw(CASE, each.segments(CASE.schedule, predictor, 1, CPU), 256, 2**41) - exact).square().mean()
             for each in (fitted, without_corrections(fitted))
         )
         stayed.append(bool(fitted.corrections.any()))
@@ -180,16 +181,16 @@ def test_ten_calls_of_the_bundled_model_are_near_and_spread_as_wide(tmp_path, mo
     eps = lambda t: noise.steps(other.seed, other.position, t, 16)  # noqa: E731
     errors, spreads = [], []
     for each in (fitted, without_corrections(fitted)):
-        plan = each.segments(predictor, request.null_every, CPU)
+        plan = each.segments(schedule(100), predictor, request.null_every, CPU)
         with torch.inference_mode():
-            tokens = sample(model.head, other.z, other.scale, other.temperature, x, eps, plan, 100, FP32)
+            tokens = sample(model.head, other.z, other.scale, other.temperature, x, eps, plan, schedule(100), FP32)
         errors.append((tokens - other.tokens).square().mean())
         spreads.append((tokens.std(0) / other.tokens.std(0)).mean())
     assert errors[0] < 0.9 * errors[1] and abs(spreads[0] - 1) < 0.01
 
 
 def test_an_audit_of_some_steps_is_unbiased(predictor):
-    plan = shortcut(CASE, predictor, 5, null_every=2).segments(predictor, 2, CPU)
+    plan = shortcut(CASE, predictor, 5, null_every=2).segments(CASE.schedule, predictor, 2, CPU)
     whole, tenth = (audit_of(plan, 1500, 11, rate)[0].total for rate in (1.0, 0.1))
     error = (tenth.std() + whole.std()) / 1500**0.5
     assert abs(tenth.mean() - whole.mean()) < 3 * error
@@ -239,7 +240,7 @@ def test_too_few_calls_to_stay_finite_are_an_error(predictor):
     chains = CASE.trace(64, 5)
     huge = dataclasses.replace(predictor, coefficients=np.full_like(predictor.coefficients, 1e6))
     with pytest.raises(ValueError, match="head_calls"):
-        fit_shortcut(CASE.head, chains, chains, huge, (STEPS - 1, 0), 1, FP32)
+        fit_shortcut(CASE.head, chains, chains, CASE.schedule, huge, (STEPS - 1, 0), 1, FP32)
 
 
 def test_a_shortcut_of_another_chain_or_with_nan_is_an_error():

@@ -84,9 +84,9 @@ def test_a_calibration_of_another_shape_or_with_nan_is_an_error(mixture):
 
 def test_the_fit_leaves_out_chains_that_are_not_finite():
     traces = torch.stack(SIXTY.trace(256, 2**40).chains)
-    expected = fit(*traces, SIXTY.temperature)
+    expected = fit(*traces, SIXTY.schedule, SIXTY.temperature)
     with_nan = torch.cat([traces, torch.full_like(traces[:, :, :2], torch.nan)], dim=2)
-    draft = fit(*with_nan, SIXTY.temperature)
+    draft = fit(*with_nan, SIXTY.schedule, SIXTY.temperature)
     assert np.array_equal(draft.coefficients, expected.coefficients) and np.array_equal(draft.drift, expected.drift)
     assert (draft.calls[:, -2:] == 60).all()  # their drafts are never accepted
     draft.check(60)
@@ -94,7 +94,7 @@ def test_the_fit_leaves_out_chains_that_are_not_finite():
 
 @pytest.mark.parametrize("value", [torch.nan, 1e30])
 def test_chains_that_cannot_be_fitted_give_frozen_drafts(value):
-    draft = fit(*torch.full((3, 6, 8, 4), value), 1.0)
+    draft = fit(*torch.full((3, 6, 8, 4), value), schedule(6), 1.0)
     assert (draft.coefficients == [0, 1, 0]).all() and not draft.drift.any()
     draft.check(6)
 
@@ -123,9 +123,9 @@ def made(monkeypatch):
     """One entry for each fit."""
     made = []
 
-    def spy(x, eps, v, temperature, frozen):
+    def spy(x, eps, v, s, temperature, frozen):
         made.append(temperature)
-        return fit(x, eps, v, temperature, frozen)
+        return fit(x, eps, v, s, temperature, frozen)
 
     monkeypatch.setattr(tuning, "fit", spy)
     return made

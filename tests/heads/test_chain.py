@@ -38,7 +38,7 @@ def test_tokens_of_a_linear_head_have_the_exact_mean_and_variance(scale, num_ste
     g, num = torch.Generator().manual_seed(0), 25_000
     _, _, *rows = case.rows(num, seed=0)
     eps = lambda t: torch.randn(len(t), num, 8, generator=g)  # noqa: E731
-    tokens = ancestral(head, *rows, torch.randn(num, 8, generator=g), eps, num_steps, FP32).double()
+    tokens = ancestral(head, *rows, torch.randn(num, 8, generator=g), eps, case.schedule, FP32).double()
     mean, var = gaussian_moments(case)
     assert ((tokens.mean(0) - mean).abs() < 4 * (var / num) ** 0.5).all()
     measured = (tokens - mean).square().mean().item()
@@ -61,7 +61,8 @@ def chain(small_mar, mar_golden):
     eps = torch.randn(settings["num_steps"], *settings["x"].shape, generator=g)
 
     def run(**changes):
-        return ancestral(small_mar.head, noise=lambda t: eps[t], **{**settings, **changes})
+        given = {**settings, **changes}
+        return ancestral(small_mar.head, noise=lambda t: eps[t], s=schedule(given.pop("num_steps")), **given)
 
     return run, settings, eps
 
@@ -109,10 +110,12 @@ OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9)
 
 
 def by_segments(head, precision):
-    coefficients, drift = frozen(STEPS)
+    coefficients, drift = frozen(schedule(STEPS))
     predictor = Predictor(coefficients, drift, np.zeros_like(drift))
-    plan = make_segments((5, 3, 2, 1, 0), predictor, np.zeros((5, 2)), 3, CPU)  # the third: no unconditional branch
-    return calibrated.drawing(head, noise, plan, STEPS, precision)
+    plan = make_segments(
+        (5, 3, 2, 1, 0), schedule(STEPS), predictor, np.zeros((5, 2)), 3, CPU
+    )  # the third: no unconditional branch
+    return calibrated.drawing(head, noise, plan, schedule(STEPS), precision)
 
 
 def by_solver(head, precision):
@@ -124,7 +127,7 @@ def by_solver(head, precision):
 
 
 CHAINS = {
-    "ancestral": lambda head, precision: heads_chain.drawing(head, noise, STEPS, precision),
+    "ancestral": lambda head, precision: heads_chain.drawing(head, noise, schedule(STEPS), precision),
     "calibrated": by_segments,
     "solver": by_solver,
 }

@@ -233,7 +233,7 @@ def test_the_draft_table_is_the_recursion(num_steps, window):
     """Drafted states from every start, step by step in float64, against the table's closed form; windows end at 0."""
     rng, s, tau = np.random.default_rng(0), schedule(num_steps), 0.8
     coefficients, drift = rng.normal(size=(num_steps, window, 3)), rng.normal(size=(num_steps, window))
-    table = draft_table(coefficients, drift, num_steps, window, tau).astype(np.float64)
+    table = draft_table(coefficients, drift, s, window, tau).astype(np.float64)
     assert table.shape == (num_steps, window, 3 + window + 5)
     x, eps, anchor_x, v = rng.normal(size=(4, CHANNELS))
     for t in range(num_steps):

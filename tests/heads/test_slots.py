@@ -132,7 +132,7 @@ def test_modulations_are_computed_once_per_chain(small_mar):
         layer.register_forward_hook(lambda layer, inputs, output: products.append(output[..., 0].numel()))
     z = torch.randn(2, 1, head.cond_embed.in_features, generator=torch.Generator().manual_seed(0))
     case = Case(head, z, 20, 2.0)
-    chains = case.chains(Calibration(*frozen(20), np.zeros(0)), 4)
+    chains = case.chains(Calibration(*frozen(case.schedule), np.zeros(0)), 4)
     with torch.inference_mode():
         case.start(chains, 9, SEED, slice(0, 5))
         chains.advance()

@@ -8,7 +8,7 @@ import torch
 from cspd.heads.calibration import draft_table
 from cspd.heads.verify import MOVING, UNRESOLVED, Embeddings, Table, lookup, move, move_by_kernels
 from cspd.kernels.speculative import after_head, before_head
-from mar.head import Head, fill, filled
+from mar.head import Head, fill, filled, schedule
 
 NUM_STEPS = 12
 
@@ -20,7 +20,7 @@ def a_pass(num_chains, channels, window):
     """
     coefficients = 0.3 * torch.randn(NUM_STEPS, window, 3).numpy()
     drift = 0.1 * torch.randn(NUM_STEPS, window).numpy()
-    own = lookup(torch.from_numpy(draft_table(coefficients, drift, NUM_STEPS, window, 1.0)))
+    own = lookup(torch.from_numpy(draft_table(coefficients, drift, schedule(NUM_STEPS), window, 1.0)))
     slots = num_chains + 2
     log_uniform = torch.rand(slots, NUM_STEPS, 1).log()
     log_uniform[:, 0] = -torch.inf

@@ -1,0 +1,139 @@
+"""The family of SphereAR and BitDance: their models, and the list of their methods."""
+
+from __future__ import annotations
+
+import functools
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from cspd.causal.models import Causal
+from cspd.causal.registry import Autoencoder
+from cspd.causal.runner import CausalRunner, bytes_per_slot
+from cspd.causal.solvers import EULER, HEUN
+from cspd.device import Precision, check_fits
+from cspd.graphs import Graphs
+from cspd.heads import calibrated, speculative  # noqa: F401
+from cspd.heads.chain import ANCESTRAL_MIXED, DENOISERS, Denoiser, run_plain_round
+from cspd.heads.tuning import Tuning
+from cspd.method import Method, register_family
+from cspd.models import NO_NAMES, ClassNames
+from cspd.request import Sequence, Stopwatch
+
+PAPERS = {
+    "2509.24335": "Hyperspherical Latents Improve Continuous-Token Autoregressive Generation",
+}
+
+
+def run_round(denoiser: Denoiser, runner: CausalRunner, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+    """Generates the next token of every sequence; returns the finished sequences."""
+    if denoiser.run_round is not None:
+        return denoiser.run_round(runner, batch, watch)
+    return run_plain_round(runner, batch, watch, denoise=denoiser.denoise)  # type: ignore[arg-type]
+
+
+def drawing(name: str, summary: str, papers: dict[str, str], denoiser: Denoiser) -> Method:
+    """The method that draws each token by a denoiser."""
+    return Method(
+        name=name,
+        family=CausalRunner.family,
+        guarantee=denoiser.guarantee,
+        summary=summary,
+        papers=papers,
+        run_round=functools.partial(run_round, denoiser),
+        needs=denoiser.needs,
+        options=denoiser.options,
+        mixed=lambda request: denoiser.mixed,
+        check=denoiser.check,
+        resolve=denoiser.resolve,
+        token_cost="calls",
+    )
+
+
+# MAR's chains may begin at a later timestep than the first; here there is no such choice
+ANCESTRAL = Denoiser(DENOISERS["ancestral"].denoise, "exact", mixed=ANCESTRAL_MIXED)
+AR = drawing("ar", "baseline sampling: every token takes all steps of the head's chain", PAPERS, ANCESTRAL)
+SPECULATIVE = drawing(
+    "speculative",
+    "speculates on the diffusion head's own denoising chain; no draft model",
+    {"2501.05370": "Accelerated Diffusion Models via Speculative Sampling"},
+    DENOISERS["speculative"],
+)
+CALIBRATED = drawing(
+    "calibrated",
+    "evaluates the head at N of the steps and predicts the others with a fitted linear model; same noise as ar",
+    {},
+    DENOISERS["calibrated"],
+)
+SOLVER_PAPERS = {"2011.13456": "Score-Based Generative Modeling through Stochastic Differential Equations"}
+EULER_METHOD = drawing("euler", "solves the head's chain deterministically, first order", SOLVER_PAPERS, EULER)
+HEUN_METHOD = drawing("heun", "solves the head's chain deterministically, second order", SOLVER_PAPERS, HEUN)
+
+
+@dataclass(frozen=True)
+class CausalModels:
+    """The models that sample images by SphereAR or BitDance.
+
+    Attributes:
+        target: the model that defines the images; its authors' sampling settings are the defaults of requests.
+        vae: the autoencoder of its latents; without it outputs have tokens and no image.
+        classes: the names of the target's classes.
+        calibrations: a folder of calibrations of these models, for example next to their checkpoint.
+    """
+
+    family: ClassVar[str] = CausalRunner.family
+
+    target: Causal
+    vae: Autoencoder | None = None
+    classes: ClassNames = NO_NAMES
+    calibrations: Path | None = None
+
+    def runner(
+        self,
+        num_slots: int,
+        device: torch.device,
+        precision: Precision,
+        noise: types.ModuleType,
+        *,
+        compiled: bool = False,
+        graphs: Graphs | None = None,
+        cache: Path | None = None,
+    ) -> CausalRunner:
+        """A model runner of these models, which are already on the device.
+
+        Args:
+            compiled: run speculative passes through torch.compile. cache: replaces `calibrations`. Others as in
+                `CausalRunner`.
+
+        Raises:
+            ValueError: memory is too small.
+        """
+        fix, weights = "use a smaller model or another device", precision.bytes_to_copy(self.target)
+        check_fits(
+            bytes_per_slot(self.target, precision), num_slots, " with its key-value caches", fix, device, weights
+        )
+        with_graphs = graphs is not None and graphs.enabled
+        folder = cache or self.calibrations
+        tuning = Tuning(self.target, None, device, precision, compiled, with_graphs, folder, CausalRunner)
+        return CausalRunner(
+            self.target, num_slots, device, precision, noise, vae=self.vae, tuning=tuning, graphs=graphs
+        )
+
+    def check(self) -> None:
+        """Raises ValueError if the autoencoder has other latents than the target."""
+        if self.vae is None:
+            return
+        latents, config = self.vae.config, self.target.config
+        for name in ("latent_dim", "stride"):
+            theirs, ours = getattr(latents, name), getattr(config, name)
+            if theirs != ours:
+                raise ValueError(
+                    f"autoencoder and target are incompatible: {name} is {theirs} in the autoencoder and {ours} in the"
+                    " target: use the autoencoder that the target was trained with"
+                )
+
+
+register_family(CausalModels.family, [AR, SPECULATIVE, CALIBRATED, EULER_METHOD, HEUN_METHOD])

@@ -1,0 +1,128 @@
+"""Sizes of SphereAR and BitDance by name, and loading their official files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from cspd.causal.autoencoders import BitAutoencoder, BitAutoencoderConfig, SphereVAE, SphereVAEConfig
+from cspd.causal.models import Causal, CausalConfig
+from mar.checkpoint import KINDS, Kind, lookup, model_of
+from mar.tensors import read_tensors
+
+# Every model and autoencoder by name: the official sizes, for images of 256 pixels.
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """The settings that a model's authors sample it with; see `cspd.option.CAUSAL_OPTIONS`."""
+
+    cfg: float = 4.5
+    cfg_schedule: str = "linear"
+    temperature: float = 1.0
+    num_sampling_steps: int = 100
+
+
+@dataclass(frozen=True)
+class CausalSpec:
+    """A named size, and its authors' sampling settings."""
+
+    config: CausalConfig
+    defaults: SamplingDefaults
+
+
+_B = CausalConfig()
+_L = replace(_B, dim=1024, n_layer=32, n_head=16, diff_dim=1024, diff_layers=8)
+_H = replace(_B, dim=1280, n_layer=40, n_head=20, diff_dim=1280, diff_layers=12, diff_adanln_layers=3)
+
+
+def _sphere(size: CausalConfig, cfg: float) -> CausalSpec:
+    return CausalSpec(size, SamplingDefaults(cfg))
+
+
+def _bits(size: CausalConfig, cfg: float, parallel_num: int = 1) -> CausalSpec:
+    config = replace(size, latent_dim=32, binary=True, parallel_num=parallel_num, cls_token_num=64)
+    return CausalSpec(config, SamplingDefaults(cfg))
+
+
+CAUSALS: dict[str, CausalSpec] = {
+    "sphere_ar_b": _sphere(_B, 4.5),
+    "sphere_ar_l": _sphere(_L, 4.6),
+    "sphere_ar_h": _sphere(_H, 4.5),
+    "bitdance_b_1x": _bits(_B, 3.2),
+    "bitdance_b_4x": _bits(_B, 3.9, parallel_num=4),
+    "bitdance_b_16x": _bits(_B, 6.1, parallel_num=16),
+    "bitdance_l_1x": _bits(_L, 4.0),
+    "bitdance_h_1x": _bits(_H, 4.55),
+}
+Autoencoder = SphereVAE | BitAutoencoder
+AUTOENCODERS: dict[str, SphereVAEConfig | BitAutoencoderConfig] = {
+    "s_vae": SphereVAEConfig(),
+    "ae_d16c32": BitAutoencoderConfig(),
+}
+
+
+def defaults_of(config: CausalConfig) -> SamplingDefaults:
+    """The sampling settings of a size's authors; usual ones for a size without a name."""
+    for spec in CAUSALS.values():
+        if spec.config == config:
+            return spec.defaults
+    return SamplingDefaults()
+
+
+def create_causal(name: str) -> Causal:
+    """A model of the named size with random weights. Raises ValueError on an unknown name."""
+    return Causal(lookup(CAUSALS, name, "causal model").config)
+
+
+def create_autoencoder(name: str) -> Autoencoder:
+    """An autoencoder of the named size with random weights. Raises ValueError on an unknown name."""
+    config = lookup(AUTOENCODERS, name, "autoencoder of causal models")
+    return SphereVAE(config) if isinstance(config, SphereVAEConfig) else BitAutoencoder(config)
+
+
+# Loading: `SphereAR_*.pt` has its autoencoder inside. `BitDance_*.pt` may have one too; `ae_d16c32.pt` replaces it.
+
+CAUSAL = Kind("causal model", CAUSALS, create_causal, "pass it as the checkpoint (--checkpoint)")
+AUTOENCODER: Kind[nn.Module] = Kind(
+    "autoencoder of causal models",
+    AUTOENCODERS,
+    create_autoencoder,
+    "pass it as the vae of a causal model (--vae)",
+)
+KINDS += [CAUSAL, AUTOENCODER]
+INSIDE = "vae."  # the autoencoder's names inside a model's file
+PARTS = ("encoder.", "decoder.", "quant_proj.", "post_quant_proj.")  # of an autoencoder; training adds others
+
+
+def load_causal(path: Path, arch: str | None = None) -> tuple[Causal, Autoencoder | None]:
+    """Loads a model, and the autoencoder if its file has one; both on the CPU in float32.
+
+    Args:
+        path: an official file or .safetensors. arch: a name in `CAUSALS`; by default found from the tensors.
+
+    Raises:
+        CheckpointError, ValueError: as in `mar.checkpoint.load_weights`.
+    """
+    tensors = read_tensors(path)
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(INSIDE)}
+    model, _ = model_of(own, path, CAUSAL, arch)
+    return model, _autoencoder_in(tensors, path)
+
+
+def load_autoencoder(path: Path) -> Autoencoder:
+    """Loads an autoencoder from its own file, or from that of a model. Raises CheckpointError as `load_causal`."""
+    tensors = read_tensors(path)
+    inside = _autoencoder_in(tensors, path)
+    if inside is not None:
+        return inside
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith(PARTS)}
+    return model_of(own or tensors, path, AUTOENCODER)[0]  # type: ignore[return-value]
+
+
+def _autoencoder_in(tensors: Mapping[str, Tensor], path: Path) -> Autoencoder | None:
+    inside = {name.removeprefix(INSIDE): tensor for name, tensor in tensors.items() if name.startswith(INSIDE)}
+    return model_of(inside, path, AUTOENCODER)[0] if inside else None  # type: ignore[return-value]
