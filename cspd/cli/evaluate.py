@@ -65,11 +65,21 @@ from cspd.evaluation.metrics import (
     space_of,
     unmeasured,
 )
-from cspd.evaluation.run import EXPLODED, MANIFEST, RECORD, Processes, Shards, sample_shards, shards_store
-from cspd.files import checked_json, write_json
+from cspd.evaluation.run import (
+    EXPLODED,
+    MANIFEST,
+    RECORD,
+    Shards,
+    finish,
+    own_device,
+    part_of,
+    sample_shards,
+    shards_store,
+    write_grid,
+)
+from cspd.files import Place, checked_json, place_of, write_json
 from cspd.option import BUNDLED, DEFAULTS, option_names
-from cspd.plots import grid
-from cspd.request import Request, to_pil
+from cspd.request import Request
 from cspd.runs import (
     Store,
     differences,
@@ -80,7 +90,6 @@ from cspd.runs import (
     models_of,
     what_ran,
     without_folders,
-    write_png,
 )
 from cspd.terminal import if_stopped
 
@@ -285,17 +294,17 @@ def how_to_evaluate(args: argparse.Namespace, rows: Sequence[Configuration]) -> 
 # `cspd evaluate`: the quality of many images, and the speed of sampling them.
 
 EVALUATION_SCHEMA = "cspd.evaluation/2"
-SHOWN, COLUMNS = 100, 10  # images in the grid
 MEASURES_ONLY = ("images", "out", "ref", "space", "weights", "clip", "prompts", "npz", "device")
 MEASURING = {"command", "line", "default_of", *MEASURES_ONLY}  # arguments that measuring existing images needs
 USUAL_NUM = 500  # images of a class-conditional model
 
 
 def run_evaluate(args: argparse.Namespace) -> None:
-    processes = Processes()
+    args.out = place_of(str(args.out))
+    part = part_of(args.shard)
     if args.images:
         # there is nothing to share: other processes of torchrun end at once
-        if processes.rank == 0:
+        if part.index == 0:
             _measure_folder(args)
         return
     prompts = read_prompts(args.prompts) if args.prompts else None
@@ -306,19 +315,19 @@ def run_evaluate(args: argparse.Namespace) -> None:
         written = Shards(args.out, args.num).num_written()
         return f"{written} of {args.num} images are in {args.out}/"
 
-    # the store outlives the other processes: the first one still writes the report
     with if_stopped(progress), shards_store(args.out) as store:
-        with processes:
-            args.device = processes.device(args.device)
-            engine, request, subjects, settings, how = processes.together(
-                lambda: _prepare(args, prompts, processes.rank)
-            )
-            shards, manifest, summary = sample_shards(
-                engine, request, subjects, args.num, store, settings, processes, overwrite=args.overwrite
-            )
-        # the other processes are gone by now: measuring uses one device
-        if processes.rank == 0:
-            about = _about_sampling(args, engine, manifest, summary) | shards.largest_tokens()
+        args.device = own_device(args.device)
+        engine, request, subjects, settings, how = _prepare(args, prompts)
+        shards, summary = sample_shards(
+            engine, request, subjects, args.num, store, settings, part, overwrite=args.overwrite
+        )
+        if summary is None:
+            print(f"{progress()}; the part that writes the last of them measures them all")
+            return
+        # several parts may find the run complete; one of them measures
+        store.release()
+        with finish(shards):
+            about = _about_sampling(args, engine, shards.manifest, summary) | shards.largest_tokens()
             _report(args, shards, shards.subjects(), how, about)
 
 
@@ -371,7 +380,7 @@ def _about_sampling(args: argparse.Namespace, engine: Engine, manifest: dict, su
     return {"settings": settings, "sampling": summary, "ran": ran}
 
 
-def _earlier_sampling(path: Path, settings: dict) -> dict | None:
+def _earlier_sampling(path: Place, settings: dict) -> dict | None:
     """The summary of sampling in an earlier report of the same run, or None."""
     try:
         report = checked_json(path, {"sampling": dict, "settings": dict}, "")
@@ -382,13 +391,10 @@ def _earlier_sampling(path: Path, settings: dict) -> dict | None:
     return report["sampling"]
 
 
-def _prepare(
-    args: argparse.Namespace, prompts: list[str] | None, rank: int
-) -> tuple[Engine, Request, list[Subject], dict, dict]:
+def _prepare(args: argparse.Namespace, prompts: list[str] | None) -> tuple[Engine, Request, list[Subject], dict, dict]:
     """Everything that can fail before the first image: engine, request, subjects, settings, and how to measure."""
     check_method(args)
-    if rank == 0:
-        _check_extras(args, prompts is not None)
+    _check_extras(args, prompts is not None)
     engine = load_engine(args, args.max_batch)
     if engine.device.index is not None:
         torch.cuda.set_device(engine.device)
@@ -398,10 +404,8 @@ def _prepare(
     blank = request_of(args, None, args.seed, negative_prompt=args.negative_prompt)
     request = asking_for(blank, subjects[0])  # text-to-image models refuse a class
     settings = run_settings(args, engine.check(request))
-    how = {}  # only the first process measures
-    if rank == 0:
-        size = runner.image_size, runner.image_size
-        how = _how_to_measure(args, size, engine.device, are_texts(subjects))
+    size = runner.image_size, runner.image_size
+    how = _how_to_measure(args, size, engine.device, are_texts(subjects))
     return engine, request, subjects, settings, how
 
 
@@ -484,10 +488,7 @@ def _report(args: argparse.Namespace, images: Dataset, subjects: list[Subject] |
         report["reference"] = {"name": reference.name, "fingerprint": reference.fingerprint}
     write_json(args.out / RECORD, report)
 
-    count = min(SHOWN, len(images))
-    shown = [to_pil(images[i]) for i in range(count)]
-    captions = list(map(str, subjects[:SHOWN])) if subjects else [""] * count
-    write_png(args.out / GRID, grid(shown, captions, min(COLUMNS, count)))
+    write_grid(args.out, images, subjects)
     print(format_evaluation(report))
     wrote = [f"{args.out / RECORD} (all numbers and settings)"]
     wrote.append(f"{args.out / GRID} (the first images)")
