@@ -514,7 +514,7 @@ def models_of(settings: Mapping[str, Any], runner: Any) -> list[dict]:
     """The models of a model runner whose files a run's settings name: the file's name, fingerprint and size.
 
     Args:
-        settings: from `cspd.cli.options.run_settings`. runner: the engine's, of the models' family.
+        settings: from `cspd.checkpoints.run_settings`. runner: the engine's, of the models' family.
     """
     modules = {"vae": getattr(runner, "vae", None), **runner.models}
     found = []

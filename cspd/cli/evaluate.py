@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,15 +13,15 @@ import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from cspd.checkpoints import checkpoint_files, family_of
+from cspd.checkpoints import checkpoint_files, family_of, run_settings
 from cspd.cli.options import (
     check_classes,
     check_method,
     class_numbers,
     load_engine,
+    on_ray,
     read_prompts,
     request_of,
-    run_settings,
 )
 from cspd.comparison.compare import compare, tune
 from cspd.comparison.report import choice_told, front_table, shortfall, text_table, wanted, write
@@ -318,12 +319,16 @@ def run_evaluate(args: argparse.Namespace) -> None:
     with if_stopped(progress), shards_store(args.out) as store:
         args.device = own_device(args.device)
         engine, request, subjects, settings, how = _prepare(args, prompts)
-        shards, summary = sample_shards(
-            engine, request, subjects, args.num, store, settings, part, overwrite=args.overwrite
-        )
-        if summary is None:
-            print(f"{progress()}; the part that writes the last of them measures them all")
-            return
+        if args.ray:
+            shards, summary = on_ray(args, functools.partial(_divided, prompts=prompts), args.num)
+        else:
+            shards, found = sample_shards(
+                engine, request, subjects, args.num, store, settings, part, overwrite=args.overwrite
+            )
+            if found is None:
+                print(f"{progress()}; the part that writes the last of them measures them all")
+                return
+            summary = found
         # several parts may find the run complete; one of them measures
         store.release()
         with finish(shards):
@@ -372,7 +377,7 @@ def _flag(name: str) -> str:
 
 def _about_sampling(args: argparse.Namespace, engine: Engine, manifest: dict, summary: dict) -> dict:
     """The part of the report about sampling: settings, speed, and what ran."""
-    summary["machine"] = engine.describe()
+    summary.setdefault("machine", engine.describe())  # Ray's workers are on other machines
     ran = what_ran(summary["machine"], models_of(manifest, engine.runner), args.line)
     settings = without_folders(manifest)
     if not summary["images_made"]:  # an earlier run sampled, and its report has the speed
@@ -395,18 +400,23 @@ def _prepare(args: argparse.Namespace, prompts: list[str] | None) -> tuple[Engin
     """Everything that can fail before the first image: engine, request, subjects, settings, and how to measure."""
     check_method(args)
     _check_extras(args, prompts is not None)
-    engine = load_engine(args, args.max_batch)
+    engine, request, subjects, settings = _divided(args, prompts)
     if engine.device.index is not None:
         torch.cuda.set_device(engine.device)
+    size = engine.runner.image_size, engine.runner.image_size
+    how = _how_to_measure(args, size, engine.device, are_texts(subjects))
+    return engine, request, subjects, settings, how
+
+
+def _divided(args: argparse.Namespace, prompts: list[str] | None) -> tuple[Engine, Request, list[Subject], dict]:
+    """The engine, the request that all images share, their classes or prompts, and whatever else they depend on."""
+    engine = load_engine(args, args.max_batch)
     runner = engine.runner
     labels = args.labels or range(runner.num_classes) or [0]
     subjects = prompts or class_numbers(labels, engine)
     blank = request_of(args, None, args.seed, negative_prompt=args.negative_prompt)
     request = asking_for(blank, subjects[0])  # text-to-image models refuse a class
-    settings = run_settings(args, engine.check(request))
-    size = runner.image_size, runner.image_size
-    how = _how_to_measure(args, size, engine.device, are_texts(subjects))
-    return engine, request, subjects, settings, how
+    return engine, request, subjects, run_settings(args, engine.check(request))
 
 
 def _check_extras(args: argparse.Namespace, of_texts: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import ipaddress
 import itertools
@@ -24,8 +25,8 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
-from cspd.checkpoints import check_of_one, checkpoint_files
-from cspd.cli.options import bundled_here, check_method, load_engine, read_prompts, request_of, run_settings
+from cspd.checkpoints import check_of_one, checkpoint_files, run_settings
+from cspd.cli.options import bundled_here, check_method, load_engine, on_ray, read_prompts, request_of
 from cspd.engine import Engine
 from cspd.evaluation.images import GRID, HEATMAP, LIST, OVERVIEWS, RECORD, Subject, subject_of
 from cspd.evaluation.run import Part, Shards, finish, own_device, part_of, sample_shards, shards_store
@@ -333,15 +334,22 @@ def _sample_shards(args: argparse.Namespace, asked: Sequence[dict], num: int, pa
         return f"{Shards(args.out, num).num_written()} of {num} images are in {args.out}/"
 
     with if_stopped(progress), shards_store(args.out) as store:
-        args.device = own_device(args.device)
-        engine, request, subjects, settings = _divided(args, asked, num)
-        shards, summary = sample_shards(engine, request, subjects, num, store, settings, part, overwrite=args.overwrite)
-        if summary is None:
-            print(f"{progress()}; the part that writes the last of them lists them all")
-            return
-        store.release()
+        divided = functools.partial(_divided, asked=asked, num=num)
+        if args.ray:
+            shards, summary = on_ray(args, divided, num)
+        else:
+            args.device = own_device(args.device)
+            engine, request, subjects, settings = divided(args)
+            shards, found = sample_shards(
+                engine, request, subjects, num, store, settings, part, overwrite=args.overwrite
+            )
+            if found is None:
+                print(f"{progress()}; the part that writes the last of them lists them all")
+                return
+            summary = found
+            store.release()
         with finish(shards):
-            _tell_shards(engine.checked(request), shards, summary)
+            _tell_shards(shards, summary)
 
 
 def _divided(args: argparse.Namespace, asked: Sequence[dict], num: int) -> tuple[Engine, Request, list[Subject], dict]:
@@ -352,9 +360,9 @@ def _divided(args: argparse.Namespace, asked: Sequence[dict], num: int) -> tuple
     return engine, requests[0], subjects, run_settings(args, engine.check(requests[0]))
 
 
-def _tell_shards(checked: Prepared, shards: Shards, summary: dict) -> None:
+def _tell_shards(shards: Shards, summary: dict) -> None:
     """Prints the costs of a complete run in shards, and its files."""
-    _print_costs(checked, summary, shards.num)
+    _print_costs(summary, shards.num)
     print(f"wrote {shards.folder / LIST} (settings, digests), {shards.folder / GRID}, {shards.count} files of images")
     print(f"for PNGs, an .npz or WebDataset tars: cspd merge {shards.folder}")
 
@@ -372,7 +380,7 @@ def tell(engine: Engine, checked: Prepared, record: dict, out: Path, heatmap: bo
     """Prints the costs of the images in a folder, the guarantee, and the files. `checked`: one of the requests."""
     summary = record["summary"]
     num = record["requests"]
-    _print_costs(checked, summary, num)
+    _print_costs(summary, num)
     # only methods that choose the window themselves can give a reason for it
     if summary["window"] is not None and checked.method.resolve is not as_it_is:
         why = engine.runners[checked.method.family].tuning.why(checked.request, engine.num_slots)
@@ -386,7 +394,7 @@ def tell(engine: Engine, checked: Prepared, record: dict, out: Path, heatmap: bo
         print(line)
 
 
-def _print_costs(checked: Prepared, summary: dict, num: int) -> None:
+def _print_costs(summary: dict, num: int) -> None:
     generated = summary["images_made"]
     if generated:
         images = "1 image" if generated == 1 else f"{generated} images"

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -90,7 +91,13 @@ LONG = ("by_lag", "by_step", "by_rank")  # statistics that are not written
 EXPLODED = 30.0  # MAR's tokens have unit variance, and strong guidance takes them to about 20
 LARGEST = torch.finfo(torch.float32).max
 UNCONDITIONAL = -1  # in a shard, in place of a class
-SHAPE = {"images": int, "seed": int, "labels": [(int, str, type(None))], "request": dict}  # of the manifest
+SHAPE = {  # of the manifest; "seeds" if they do not follow the first one
+    "images": int,
+    "seed": int,
+    "seeds?": [int],
+    "labels": [(int, str, type(None))],
+    "request": dict,
+}
 
 
 class Shards(Dataset):
@@ -181,8 +188,12 @@ class Shards(Dataset):
         requests = []
         for index in indices:
             own = asking_for(common, subjects[index % len(subjects)])
-            requests.append(own.but(seed=self.manifest["seed"] + index))
+            requests.append(own.but(seed=self._seed(index)))
         return requests
+
+    def _seed(self, index: int) -> int:
+        seeds = self.manifest.get("seeds")
+        return seeds[index] if seeds else self.manifest["seed"] + index
 
     def largest_tokens(self) -> dict:
         """The largest magnitude of MAR's tokens, and how many images reach `EXPLODED`.
@@ -221,7 +232,7 @@ class Shards(Dataset):
         subjects = self.manifest["labels"]
         labels = [subjects[i % len(subjects)] for i in indices]
         labels = [UNCONDITIONAL if label is None else label for label in labels]
-        seeds = [self.manifest["seed"] + i for i in indices]
+        seeds = [self._seed(i) for i in indices]
         return {"manifest": self.manifest, "labels": labels, "seeds": seeds}
 
     def is_whole(self, shard: int, side: int | None = None) -> bool:
@@ -340,19 +351,22 @@ def plan(
     request: Request,
     subjects: Sequence[Subject],
     num: int,
-    store: Store,
+    store: Store | None,
     settings: dict,
     *,
+    seeds: Sequence[int] | None = None,
     overwrite: bool = False,
     shared: bool = False,
 ) -> Shards:
     """Claims the folder and writes the manifest, or takes the one of an earlier run or, if `shared`, another process.
 
-    Arguments and errors as in `sample_shards`.
+    Without a store the shards have a manifest, and no folder. `seeds`: of the images, in place of request.seed + i.
+    Other arguments and errors as in `sample_shards`.
     """
     for subject in dict.fromkeys(subjects):
         engine.check(asking_for(request, subject))
-    engine.check(request.but(seed=request.seed + num - 1))  # the largest seed
+    largest = max(seeds) if seeds else request.seed + num - 1
+    engine.check(request.but(seed=largest))
     checked = engine.check(request)
     manifest = {
         "schema": SCHEMA,
@@ -363,6 +377,12 @@ def plan(
         "request": _common(checked),
         **settings,
     }
+    following = range(request.seed, request.seed + num)
+    if seeds and list(seeds) != list(following):
+        manifest["seeds"] = list(seeds)
+    if store is None:
+        manifest["request"] = _common(engine.resolve(checked))
+        return Shards(Path(), num, manifest)
     shards = Shards(store.folder, num, manifest)
     earlier = store.claim(manifest, shards.files(), overwrite, shared)
     while True:
