@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -27,7 +28,8 @@ try:
     import ray
     from ray.data import ActorPoolStrategy, DataContext, Dataset
 except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(f"cspd.ray needs {missing.name}: pip install 'cspd[ray]'", name=missing.name) from None
+    message = f"{missing.name} is not installed: pip install 'cspd[ray]'"
+    raise ModuleNotFoundError(message, name=missing.name) from None
 
 BATCHES = 4  # full batches of an engine in one call: its slots run empty at the end of each
 BAR = "{l_bar}{bar}| {n}/{total} images [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
@@ -159,6 +161,8 @@ def dataset(
     planning = ray.remote(_planned).options(max_retries=-1, **resources)
     with _errors():
         shards = ray.get(planning.remote(prepare, num, out, seeds, overwrite))
+    # there is one bar, of images
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     DataContext.get_current().enable_progress_bars = False
     at_once = min(-(-BATCHES * max_batch // SIZE), -(-shards.count // workers))
     calls = -(-shards.count // at_once)

@@ -174,7 +174,7 @@ class Store:
             self.files = list(dict.fromkeys([*listed, *files]))
         # listed in the record, so that the next run knows which half-written files are ours
         if not isinstance(self.folder, Remote):
-            self.temporary = [self._free_temporary(name) for name in (self.name, *self.files)]
+            self.temporary = [_free_temporary(self.folder, name) for name in (self.name, *self.files)]
         return record
 
     def begin(self, record: Mapping) -> None:
@@ -184,14 +184,12 @@ class Store:
         """
         self._remove(self._replaced)
         # a file is ours only if the record lists it, so the record comes first
-        if isinstance(self.folder, Remote):
-            if self._is_new:
-                (self.folder / self.name).create(json_bytes({**record, **self.lists()}))
-            else:
-                self.save(record)
+        if isinstance(self.folder, Path):
+            for parent in {(self.folder / name).parent for name in self.files}:
+                make_folder(parent)
+        elif self._is_new:
+            (self.folder / self.name).create(json_bytes({**record, **self.lists()}))
             return
-        for parent in {(self.folder / name).parent for name in self.files}:
-            make_folder(parent)
         self.save(record)
 
     def release(self) -> None:
@@ -261,34 +259,37 @@ class Store:
 
         A link in place of one of the run's folders could lead out of it, to files that are not ours.
         """
+        known = set(listed)
         in_the_way = []
         if isinstance(self.folder, Remote):
             existing = {path.name for path in self.folder.glob("*")}
-            in_the_way = [name for name in files if name in existing and name not in listed]
-            files = listed = ()
-        for name in dict.fromkeys([*files, *listed]):
-            path = self.folder / name
-            parent = path.parent
-            is_below_link = parent != self.folder and (parent.is_symlink() or parent.is_file())
-            is_foreign = name not in listed and os.path.lexists(path)
-            if is_below_link or is_foreign or path.is_dir():
-                in_the_way.append(name)
+            foreign = existing - known
+            in_the_way = [name for name in files if name in foreign]
+        else:
+            for name in dict.fromkeys([*files, *listed]):
+                path = self.folder / name
+                parent = path.parent
+                is_below_link = parent != self.folder and (parent.is_symlink() or parent.is_file())
+                is_foreign = name not in known and os.path.lexists(path)
+                if is_below_link or is_foreign or path.is_dir():
+                    in_the_way.append(name)
         if in_the_way:
             raise ValueError(
                 f"{self.folder} holds {_several(in_the_way)}, not written by a run of cspd: {REMEDY}, or move the files"
                 " away"
             )
 
-    def _free_temporary(self, name: str) -> str:
-        """The first of a file's temporary names that is free."""
-        for temporary in temporary_names(name):
-            if not os.path.lexists(self.folder / temporary):
-                return temporary
-        raise AssertionError  # the names never end
-
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
             (self.folder / name).unlink(missing_ok=True)
+
+
+def _free_temporary(folder: Path, name: str) -> str:
+    """The first of a file's temporary names that is free."""
+    for temporary in temporary_names(name):
+        if not os.path.lexists(folder / temporary):
+            return temporary
+    raise AssertionError  # the names never end
 
 
 def _several(names: Sequence[str], between: str = ", ") -> str:
