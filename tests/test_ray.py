@@ -8,8 +8,8 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,35 +76,25 @@ def killed_at_random(out, num_workers, kills, shards):
     """Samples while workers are killed, one whenever another shard is there; the shards, and the number of kills."""
     chance = random.Random(0)
     requests = requests_of(shards * SIZE)
-    result = []
-
-    def run():
-        result.append(
-            cspd.ray.sample(
-                requests, small_checkpoint(), out=out, num_gpus=0, workers=num_workers, max_batch=4, progress=False
-            )
-        )
-
-    thread = threading.Thread(target=run)
-    thread.start()
+    how = {"num_gpus": 0, "workers": num_workers, "max_batch": 4, "progress": False}
+    running = ThreadPoolExecutor(1).submit(cspd.ray.sample, requests, small_checkpoint(), out=out, **how)
     done = 0
-    while done < kills and thread.is_alive():
+    while done < kills and not running.done():
         written = len(stamps(out))
-        wait_until(lambda written=written: len(stamps(out)) > written or not thread.is_alive(), 300)
+        wait_until(lambda written=written: len(stamps(out)) > written or running.done(), 300)
         before = stamps(out)
         time.sleep(chance.random() * 0.3)
         alive = workers()
-        if alive and thread.is_alive():
+        if alive and not running.done():
             os.kill(chance.choice(alive), signal.SIGKILL)
             done += 1
         after = stamps(out)
         assert after.items() >= before.items()
     finished = stamps(out)
-    thread.join(300)
-    assert result, "the run failed"
+    images = running.result(300)
     # nothing that was written is made again
     assert stamps(out).items() >= finished.items()
-    assert digests_of(result[0]) == undisturbed(requests)
+    assert digests_of(images) == undisturbed(requests)
     return done
 
 

@@ -18,8 +18,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from cspd.cli.sample import file_name
-from cspd.evaluation.images import GRID, LIST, RECORD, check_npz, export_npz, listed_images
+from cspd.evaluation.images import GRID, LIST, RECORD, check_npz, export_npz, file_name, listed_images
 from cspd.evaluation.run import (
     MANIFEST,
     SIZE,

@@ -10,7 +10,6 @@ import ipaddress
 import itertools
 import json
 import math
-import re
 import socket
 import sys
 import time
@@ -28,7 +27,7 @@ from torch.nn import functional
 from cspd.checkpoints import check_of_one, checkpoint_files, run_settings
 from cspd.cli.options import bundled_here, check_method, load_engine, on_ray, read_prompts, request_of
 from cspd.engine import Engine
-from cspd.evaluation.images import GRID, HEATMAP, LIST, OVERVIEWS, RECORD, Subject, subject_of
+from cspd.evaluation.images import GRID, HEATMAP, LIST, OVERVIEWS, RECORD, Subject, file_name, subject_of
 from cspd.evaluation.run import Part, Shards, finish, own_device, part_of, sample_shards, shards_store
 from cspd.files import Remote, append_json, parse_json, place_of, without_none, write_bytes
 from cspd.method import Prepared, as_it_is
@@ -56,7 +55,6 @@ SCHEMA = "cspd.samples/1"
 JOURNAL = "samples.journal"  # one line of JSON for each image since the record was written
 SHAPE = {"settings": dict, "images": [{"index": int, "request": dict, "stats": dict}]}  # of the record
 GRID_LIMIT = 400  # maximum number of images in the grid
-LONGEST_NAME = 60  # characters of a prompt in a file name
 DRAFT_COUNTS = ("by_lag", "by_step", "by_rank")  # statistics of which the record has only the sums: they are long
 
 
@@ -133,19 +131,6 @@ def sample_to_folder(
 def _without_nulls(record: dict) -> dict:
     """A record as it is written: without settings that were not given, and values that were not measured."""
     return json.loads(json.dumps(record), object_hook=without_none)
-
-
-def file_name(index: int, request: Request) -> str:
-    """The name of an image's PNG."""
-    return f"{index:05d}_{_subject(request)}_seed{request.seed}.png"
-
-
-def _subject(request: Request) -> str:
-    """The class or prompt of an image, for its file name."""
-    if request.prompt is None:
-        return f"label{'none' if request.label is None else request.label}"
-    words = re.findall("[a-z0-9]+", request.prompt.lower())
-    return "-".join(["text", *words])[:LONGEST_NAME].rstrip("-")
 
 
 def _existing(journal: Path, record: dict, names: Sequence[str]) -> dict[str, dict]:

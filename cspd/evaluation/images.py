@@ -225,6 +225,7 @@ def export_npz(images: Dataset, path: Path) -> None:
 
 # The subject of an image in runs and reports.
 
+LONGEST_NAME = 60  # characters of a prompt in a file name
 Subject = int | str | None  # the number of a class, or a prompt; None: unconditional
 
 
@@ -248,6 +249,19 @@ def in_turn(subjects: Sequence[Subject], num: int) -> list[Subject]:
 def are_texts(subjects: Sequence[Subject] | None) -> bool:
     """Whether the subjects are prompts; False if they are not known (None)."""
     return bool(subjects) and isinstance(subjects[0], str)
+
+
+def file_name(index: int, request: Request) -> str:
+    """The name of an image's PNG, by its index in the run."""
+    return f"{index:05d}_{_subject(request)}_seed{request.seed}.png"
+
+
+def _subject(request: Request) -> str:
+    """The class or prompt of an image, for its file name."""
+    if request.prompt is None:
+        return f"label{'none' if request.label is None else request.label}"
+    words = re.findall("[a-z0-9]+", request.prompt.lower())
+    return "-".join(["text", *words])[:LONGEST_NAME].rstrip("-")
 
 
 RECORD = "samples.json"

@@ -22,7 +22,7 @@ from cspd.request import to_uint8
 
 NUM = 40  # two shards of 16 images, and one of 8
 SETTINGS = ["--method", "ar", "--num-iter", "2", "--num-sampling-steps", "5", "--cfg", "1", "--max-batch", "4"]
-LABELS = ["--labels", "3,seven,none", "--seed", "5", "--num", str(NUM), "--device", "cpu"]
+LABELS = ["--labels", "3,7,none", "--seed", "5", "--num", str(NUM), "--device", "cpu"]
 
 
 def sample(out, *more):
