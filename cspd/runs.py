@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import socket
 import statistics
@@ -191,6 +192,10 @@ class Store:
             (self.folder / self.name).create(json_bytes({**record, **self.lists()}))
             return
         self.save(record)
+
+    def remove_temporary(self, names: Collection[str]) -> None:
+        """Removes the half-written files that killed processes of a shared run left of these files."""
+        self._remove(name for name in self.temporary if re.sub(r"(\.\d+)?\.tmp$", "", name) in names)
 
     def release(self) -> None:
         """Lets other processes of this run into the folder, which stays this run's."""

@@ -24,7 +24,6 @@ from cspd.evaluation.run import (
     SIZE,
     Shards,
     digest_of_pixels,
-    entries,
     finish,
     run_in,
     write_grid,
@@ -54,7 +53,7 @@ def run_merge(args: argparse.Namespace) -> None:
         if args.npz:
             export_npz(shards, args.npz)
             wrote.append(f"{args.npz} (for ADM's evaluator)")
-        images = list(entries(shards)) if args.png or args.tar else []
+        images = listed_images(shards.folder) if args.png or args.tar else []
         if args.png:
             wrote.append(_merge_into(place_of(args.png), images, shards, "PNGs", _png_name, SIZE, _write_pngs))
         if args.tar:

@@ -334,6 +334,9 @@ def sample_shards(
     shared = part.count > 1
     shards = plan(engine, request, subjects, num, store, settings, overwrite=overwrite, shared=shared)
     missing = shards.missing(engine.runner.image_size, range(part.index, shards.count, part.count))
+    if shared:
+        # no other part writes these
+        store.remove_temporary({shards.name(shard) for shard in missing})
     existing = shards.num_written()
     start = time.perf_counter()
     with _Progress(shards, progress and len(missing) > 0) as bar:
