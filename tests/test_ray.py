@@ -103,7 +103,6 @@ def test_a_run_survives_twenty_kills(tmp_path):
     assert killed_at_random(tmp_path / "out", 4, 20, 60) == 20
 
 
-@pytest.mark.slow
 def test_a_run_survives_two_kills(tmp_path):
     assert killed_at_random(tmp_path / "out", 2, 2, 8) == 2
 
