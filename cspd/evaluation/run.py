@@ -154,10 +154,13 @@ class Shards(Dataset):
         return num
 
     def read(self, shard: int, name: str) -> np.ndarray:
-        """One array of a shard."""
+        """One array of a shard. Raises OSError if the shard is missing or damaged."""
         path = self.folder / self.name(shard)
-        with path.open("rb") as opened, np.load(opened) as file:
-            return file[name]
+        try:
+            with path.open("rb") as opened, np.load(opened) as file:
+                return file[name]
+        except Exception as error:  # the readers of a damaged archive raise almost any error
+            raise OSError(f"{path} is missing or damaged: repeat the command that makes it") from error
 
     def _images(self, shard: int) -> np.ndarray:
         """The images of a shard. A process of an earlier run may have outlived that run and replaced them."""
