@@ -211,8 +211,7 @@ def _rare(action: argparse.Action) -> None:
 def _sample(parser: Parser) -> None:
     parser.description = (
         "Generates images into a folder: PNGs, grid.png and samples.json with all settings and statistics.\n"
-        "Run the same command again to resume an interrupted run. With --shard, --ray, under torchrun, or into an\n"
-        "object store, it writes files of 16 images, and `cspd merge` makes PNGs, an .npz or tars of them."
+        "Run the same command again to resume an interrupted run. For many machines: --shard, --ray (docs/many.md)."
     )
     parser.epilog = (
         "examples:\n"
@@ -619,9 +618,9 @@ def _add_parts(parser: Parser) -> None:
     """Adds flags that divide a run among processes and machines."""
     group = parser.add_argument_group("many machines (docs/many.md)")
     text = "make only this part, I from 0 to N - 1, such as the index of a job array; parts may run at any time"
-    group.add_argument("--shard", type=part, metavar="I/N", help=text)
+    _rare(group.add_argument("--shard", type=part, metavar="I/N", help=text))
     text = "a Ray cluster makes the images: auto, ray://HOST:10001, or local for this machine (pip install 'cspd[ray]')"
-    group.add_argument("--ray", type=word, metavar="ADDRESS", help=text)
+    _rare(group.add_argument("--ray", type=word, metavar="ADDRESS", help=text))
 
 
 def _add_heatmap(group: argparse._ArgumentGroup) -> None:
