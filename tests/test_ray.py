@@ -17,7 +17,7 @@ import torch
 from launching import environment, wait_until
 from stores import small_checkpoint
 
-import cspd.ray
+import cspd
 from cspd.cli import main
 from cspd.evaluation.run import SIZE, digest_of_pixels
 
@@ -72,6 +72,21 @@ def stamps(out):
     return {path.name: path.stat().st_mtime_ns for path in out.glob("*.npz")}
 
 
+@pytest.fixture
+def summaries(monkeypatch):
+    """The summaries of the runs that follow."""
+    found = []
+    make = cspd.ray.make
+
+    def noted(*arguments, **how):
+        shards, summary = make(*arguments, **how)
+        found.append(summary)
+        return shards, summary
+
+    monkeypatch.setattr(cspd.ray, "make", noted)
+    return found
+
+
 def killed_at_random(out, num_workers, kills, shards):
     """Samples while workers are killed, one whenever another shard is there; the shards, and the number of kills."""
     chance = random.Random(0)
@@ -99,12 +114,14 @@ def killed_at_random(out, num_workers, kills, shards):
 
 
 @pytest.mark.slow
-def test_a_run_survives_twenty_kills(tmp_path):
+def test_a_run_survives_twenty_kills(tmp_path, summaries):
     assert killed_at_random(tmp_path / "out", 4, 20, 60) == 20
+    assert 4 <= summaries[0]["restarted"] <= 20 and summaries[0]["images_made"] <= 60 * SIZE
 
 
-def test_a_run_survives_two_kills(tmp_path):
+def test_a_run_survives_two_kills(tmp_path, summaries):
     assert killed_at_random(tmp_path / "out", 2, 2, 8) == 2
+    assert 1 <= summaries[0]["restarted"] <= 2 and summaries[0]["images_made"] <= 8 * SIZE
 
 
 def test_images_as_a_dataset():

@@ -348,6 +348,8 @@ def _divided(args: argparse.Namespace, asked: Sequence[dict], num: int) -> tuple
 def _tell_shards(shards: Shards, summary: dict) -> None:
     """Prints the costs of a complete run in shards, and its files."""
     _print_costs(summary, shards.num)
+    if summary.get("restarted"):
+        print(f"{summary['restarted']} workers of Ray died and were replaced")
     print(f"wrote {shards.folder / LIST} (settings, digests), {shards.folder / GRID}, {shards.count} files of images")
     print(f"for PNGs, an .npz or WebDataset tars: cspd merge {shards.folder}")
 
