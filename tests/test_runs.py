@@ -592,7 +592,7 @@ def test_a_machine_that_is_lost_joins_again(tmp_path):
     machines = begin()
     wait_until(lambda: stamps("evaluate", out) or machines[0].poll() is not None)
     kill_all(machines[1])
-    wait_until(lambda: {f"0000{number}.npz" for number in (0, 2, 4, 6)} <= stamps("evaluate", out).keys())
+    wait_until(lambda: {out / f"0000{number}.npz" for number in (0, 2, 4, 6)} <= stamps("evaluate", out).keys())
     kill_all(machines[0])  # torchrun itself would wait for the other one
     existing = stamps("evaluate", out)
     assert len(existing) < 8
