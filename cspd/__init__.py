@@ -39,6 +39,8 @@ HOMES = {  # the module of each name
 
 def __getattr__(name: str) -> object:
     """Imports a name on first use: torch takes seconds to import, and many commands do not need it."""
+    if name == "ray":  # its library is an extra
+        return importlib.import_module("cspd.ray")
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     importlib.import_module("cspd.checkpoints")  # imports every family, which registers its methods and options

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+from argparse import Namespace
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -23,10 +24,12 @@ from cspd.discrete.hf import CONFIG, Folder, HFEagle, is_hf, load_hf_eagle, open
 from cspd.discrete.registry import CHAMELEON_DECODER, load_eagle, load_gpt, load_tokenizer
 from cspd.discrete.text import TextEncoder
 from cspd.engine import Engine
-from cspd.files import CALIBRATION
+from cspd.files import CALIBRATION, identity_of, weight_files
 from cspd.masked.family import MARModels
+from cspd.method import method_of
 from cspd.models import DESCRIPTION, Models, bundled, described
-from cspd.terminal import telling
+from cspd.request import Request
+from cspd.terminal import __version__, telling
 from mar.checkpoint import load_mar, load_vae, suggestion
 from mar.tensors import CheckpointError, count_numbers
 
@@ -514,3 +517,45 @@ def _vq_models(files: Mapping[str, Path], arch: str | None, eagle_must_fit: bool
     if target.config.caption_dim > 0 and "text_encoder" in files:
         encoder = TextEncoder(files["text_encoder"])
     return VQModels(target, draft, eagle, load_tokenizer(files["tokenizer"]), classes, encoder)
+
+
+# The models of a run, in its record.
+
+
+def run_settings(args: Namespace, request: Request) -> dict:
+    """What images depend on besides their requests: version, rounding, and the files that a checked request uses.
+
+    `args` has `checkpoint`, `precision`, `compile`, `graphs`, and the files that are not next to the checkpoint's:
+    `vae`, `draft_checkpoint`, `eagle` and `text_encoder`.
+    """
+    files = checkpoint_files(args.checkpoint)
+    decoder = "tokenizer" if "tokenizer" in files else "vae"
+    # files that the request does not use, such as an EAGLE drafter for sjd, may change between runs
+    used = {"target": files["target"], decoder: args.vae or files[decoder]}
+    given = {"draft": args.draft_checkpoint, "eagle": args.eagle}
+    for name in sorted(method_of(request).uses(request)):
+        used[name] = given[name] or files[name]
+    settings = {"version": __version__, "precision": args.precision, "compiled": args.compile, "graphs": args.graphs}
+    encoder = args.text_encoder or files.get("text_encoder")
+    if request.prompt is not None and encoder is not None:
+        settings["text_encoder"] = TextEncoder(encoder).identity
+    for name, file in used.items():
+        if file is not None:
+            settings[name] = _stored(file)
+    return settings
+
+
+def _stored(file: Path) -> dict:
+    """The fingerprint that identifies a model file when a run is resumed.
+
+    For a `transformers` model it covers all files in the directory.
+    """
+    more: dict = {}
+    weights = [file]
+    if is_hf(file):
+        file = file / CONFIG if file.is_dir() else file
+        weights = weight_files(file.parent)
+        more["folder"] = identity_of(file.parent)
+    file = file.resolve()
+    num_bytes = sum(each.stat().st_size for each in weights)
+    return {"file": str(file), "bytes": num_bytes, "modified": file.stat().st_mtime_ns, **more}

@@ -12,11 +12,14 @@ import json
 import math
 import os
 import platform
+import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
+import fsspec.core
 import numpy as np
 import platformdirs
 import torch
@@ -27,11 +30,76 @@ from torch import Tensor, nn
 from cspd.terminal import telling
 from mar.tensors import CheckpointError
 
+# A folder or a file on this machine, or in an object store.
+
+
+class Remote:
+    """A folder or file of an object store, named by a URL such as s3://bucket/run, with the methods of Path that runs
+    need. fsspec reaches the store. Raises ValueError if fsspec does not know it, or needs a library for it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        try:
+            self._files, self._path = fsspec.core.url_to_fs(self.url)
+        except ImportError as missing:
+            raise ValueError(f"{url} needs a library: {missing}") from None
+        self.name = self.url.rpartition("/")[2]
+
+    def __truediv__(self, name: str) -> Remote:
+        return Remote(f"{self.url}/{name}")
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __reduce__(self) -> tuple:
+        return Remote, (self.url,)
+
+    def exists(self) -> bool:
+        return self._files.exists(self._path)
+
+    def is_dir(self) -> bool:
+        return self._files.isdir(self._path)
+
+    def glob(self, pattern: str) -> list[Remote]:
+        """The files in this folder whose names match."""
+        self._files.invalidate_cache()  # other machines write here too
+        names = [path.rpartition("/")[2] for path in self._files.glob(f"{self._path}/{pattern}")]
+        return [self / name for name in names]
+
+    def open(self, mode: str = "rb") -> Any:
+        return self._files.open(self._path, mode)
+
+    def read_text(self, errors: str = "strict") -> str:
+        return self._files.cat_file(self._path).decode(errors=errors)
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        if self.exists() or not missing_ok:
+            self._files.rm_file(self._path)
+
+    def upload(self, file: Path) -> None:
+        """Replaces this file. The store shows the old content or the new one."""
+        self._files.put_file(str(file), self._path)
+
+    def create(self, content: bytes) -> None:
+        """Writes this file. Raises FileExistsError if it exists, for all but the first of several at the same time."""
+        self._files.pipe_file(self._path, content, mode="create")
+
+
+Place = Path | Remote
+
+
+def place_of(text: str) -> Place:
+    """The folder or file that a path, or a URL, names."""
+    if text.startswith("file://"):
+        return Path(text.removeprefix("file://"))
+    return Remote(text) if "://" in text else Path(text)
+
+
 # Files that are written completely or not at all: an interrupted run leaves the old file or the new one.
 
 
 @contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explained(path: Place) -> Iterator[None]:
     """Adds the remedy to an OSError of writing."""
     try:
         yield
@@ -44,13 +112,25 @@ def explained(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def publishing(path: Path) -> Iterator[Path]:
+def publishing(path: Place) -> Iterator[Path]:
     """An empty temporary file that becomes `path` when the block ends, or is removed if the block fails.
 
     A killed process leaves the temporary file behind. In the folder of a run, the next run removes it (`cspd.runs`).
+    For a file in an object store, the temporary file is in this machine's folder for those.
 
     Raises OSError if the file cannot be written; the message says what to do.
     """
+    if isinstance(path, Remote):
+        folder = Path(tempfile.mkdtemp())
+        try:
+            with explained(path):
+                temporary = folder / path.name
+                temporary.touch()
+                yield temporary
+                path.upload(temporary)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return
     # renaming would replace a pipe or /dev/null by an ordinary file
     if _is_special(path):
         raise OSError(f"{path} is not an ordinary file: give the name of a file")
@@ -88,16 +168,21 @@ def temporary_names(name: str) -> Iterator[str]:
         yield f"{name}.{number}.tmp"
 
 
-def write_bytes(path: Path, content: bytes) -> None:
+def write_bytes(path: Place, content: bytes) -> None:
     """Writes as `publishing` does."""
     with publishing(path) as temporary:
         temporary.write_bytes(content)
 
 
-def write_json(path: Path, content: Mapping | Sequence) -> None:
-    """Writes as `publishing` does."""
+def json_bytes(content: Mapping | Sequence) -> bytes:
+    """The content of a JSON file."""
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    write_bytes(path, text.encode())
+    return text.encode()
+
+
+def write_json(path: Place, content: Mapping | Sequence) -> None:
+    """Writes as `publishing` does."""
+    write_bytes(path, json_bytes(content))
 
 
 def link_of(png: bytes) -> str:
@@ -124,8 +209,10 @@ def check_file(path: Path, option: str) -> None:
         raise OSError(f"{path} cannot be written ({error.strerror}): give another {option}") from error
 
 
-def make_folder(path: Path) -> None:
-    """Creates a folder if necessary. Raises OSError, with the remedy, if that fails."""
+def make_folder(path: Place) -> None:
+    """Creates a folder if necessary; an object store needs none. Raises OSError, with the remedy, if that fails."""
+    if isinstance(path, Remote):
+        return
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -137,7 +224,7 @@ def make_folder(path: Path) -> None:
 NUMBER = (int, float)
 
 
-def checked_json(path: Path, shape: object, remedy: str, kind: type[ValueError] = ValueError) -> Any:
+def checked_json(path: Place, shape: object, remedy: str, kind: type[ValueError] = ValueError) -> Any:
     """The content of a JSON file that has a shape, see `misfit`.
 
     Raises an error of this `kind` if the file cannot be read or has another shape. The message ends with the remedy.
@@ -153,7 +240,7 @@ def checked_json(path: Path, shape: object, remedy: str, kind: type[ValueError] 
     return content
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Place) -> Any:
     """The content of a JSON file. Raises OSError, or ValueError as `parse_json`."""
     return parse_json(path.read_text(errors="replace"))
 
@@ -210,14 +297,14 @@ def misfit(value: object, shape: object, path: str = "") -> str | None:
 DIGEST = "digest"
 
 
-def write_item(path: Path, arrays: Mapping[str, Any], made_of: Mapping) -> None:
+def write_item(path: Place, arrays: Mapping[str, Any], made_of: Mapping) -> None:
     """Writes an .npz of `arrays`, and a digest of them and of `made_of`, plain values. Raises OSError."""
     arrays = {**arrays, DIGEST: np.array(digest_of(arrays, made_of))}
     with publishing(path) as temporary, temporary.open("wb") as file:
         np.savez(file, **arrays)
 
 
-def read_item(path: Path, made_of: Mapping, like: Mapping[str, tuple[type, tuple]]) -> dict[str, np.ndarray] | None:
+def read_item(path: Place, made_of: Mapping, like: Mapping[str, tuple[type, tuple]]) -> dict[str, np.ndarray] | None:
     """The arrays of an item, or None if it is absent, damaged or made from other settings.
 
     Args:
@@ -225,7 +312,7 @@ def read_item(path: Path, made_of: Mapping, like: Mapping[str, tuple[type, tuple
             only this is checked.
     """
     try:
-        with np.load(path) as file:
+        with path.open("rb") as opened, np.load(opened) as file:
             # all arrays are read to their end, where their checksums are
             arrays = {name: file[name] for name in file.files}
     except Exception:  # the readers of a damaged archive raise almost any error
@@ -256,7 +343,7 @@ def digest_of(arrays: Mapping[str, Any], made_of: Mapping) -> str:
 
 def _canonical(made_of: Mapping) -> str:
     """A text that is equal for settings without `cspd.runs.differences`: 3.0 equals 3, and None a missing setting."""
-    plain = json.loads(json.dumps(made_of), parse_float=_number, object_hook=_without_none)
+    plain = json.loads(json.dumps(made_of), parse_float=_number, object_hook=without_none)
     return json.dumps(plain, sort_keys=True)
 
 
@@ -265,7 +352,8 @@ def _number(text: str) -> float:
     return int(number) if number.is_integer() else number
 
 
-def _without_none(settings: dict) -> dict:
+def without_none(settings: dict) -> dict:
+    """The settings that are not None; `object_hook` of json.loads."""
     return {name: value for name, value in settings.items() if value is not None}
 
 

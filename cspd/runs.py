@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import socket
 import statistics
@@ -28,7 +29,17 @@ import torch
 from filelock import FileLock, Timeout
 from PIL import Image
 
-from cspd.files import checked_json, make_folder, temporary_names, weight_files, write_bytes, write_json
+from cspd.files import (
+    Place,
+    Remote,
+    checked_json,
+    json_bytes,
+    make_folder,
+    temporary_names,
+    weight_files,
+    write_bytes,
+    write_json,
+)
 from cspd.request import PHASES, png_of
 from cspd.terminal import __version__
 
@@ -39,19 +50,25 @@ WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # errors of a file 
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder inside the block, and creates the folder if necessary.
+def locked(folder: Place, seconds: float = 0) -> Iterator[None]:
+    """Holds the lock of a folder inside the block, and creates the folder if necessary. Object stores have no locks.
 
     The lock's file says who holds it, and stays when the lock is released: another run may have opened it already.
+
+    Args:
+        seconds: to wait for a lock that another run holds.
 
     Raises:
         ValueError: another run holds the lock; the message names it. OSError: no file can be written there.
     """
+    if isinstance(folder, Remote):
+        yield
+        return
     make_folder(folder)
     path = folder / LOCK
     lock = FileLock(path)
     try:
-        lock.acquire(blocking=False)
+        lock.acquire(timeout=seconds)
     except Timeout:
         holder = path.read_text(errors="replace").strip() or "another process"
         raise ValueError(f"{folder} is in use by {holder}: wait for its end, or give another --out") from None
@@ -80,6 +97,7 @@ def _this_process() -> str:
 # settings that a method may choose: a resumed run that leaves them open has the earlier run's choice
 DECIDED = {"window": int, "head_calls": int, "draft": str, "gamma": int}
 REMEDY = "give another --out"
+TURN = 60  # seconds that a process of a shared run waits for its turn to claim the folder
 NAMES_SHOWN = 5  # differences, or files, that a message names, at most
 LONGEST = 1000  # characters of a value in a message; paths are long
 LONGEST_LIST = 100
@@ -93,6 +111,8 @@ class Store:
     replaced or removed. The record also lists the temporary files of `publishing`, under names that were free.
     The context manager releases the folder.
 
+    Several processes can share a run: each claims the folder as `shared`, and lets the others in by `release`.
+
     Attributes:
         folder: its path. name: of the record's file. schema: the version of the record.
         shape: of the record, see `misfit`.
@@ -100,7 +120,7 @@ class Store:
         files, temporary: the files that the record lists, once the folder is claimed.
     """
 
-    folder: Path
+    folder: Place
     name: str
     schema: str
     shape: Mapping
@@ -110,21 +130,23 @@ class Store:
 
     def __post_init__(self) -> None:
         self._held = contextlib.ExitStack()
+        self._is_new = True  # there is no record yet
         self._replaced: Sequence[str] = ()  # files of the run that this one replaces
 
     def __enter__(self) -> Store:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._held.close()
+        self.release()
 
-    def claim(self, asked: Mapping, files: Sequence[str], overwrite: bool = False) -> dict | None:
+    def claim(self, asked: Mapping, files: Sequence[str], overwrite: bool = False, shared: bool = False) -> dict | None:
         """Holds the folder until the `with` block ends, and returns the record of the run to resume.
 
         Args:
             asked: the record of this run. Settings that it leaves open (`DECIDED`) match any value.
             files: names of all files that it will write besides the record, relative to the folder.
             overwrite: replace another run, once this one begins.
+            shared: other processes of this run may hold the folder for a moment, or be writing there.
 
         Returns:
             The record of an earlier run with the same settings, or None if there is no such run or it is replaced.
@@ -136,8 +158,13 @@ class Store:
         # examine twice: a folder that is refused gets no lock, and another run may finish before we hold the lock
         if not (self.folder / LOCK).exists():
             self._examine(asked, files, overwrite)
-        self._held.enter_context(locked(self.folder))
+        self._held.enter_context(locked(self.folder, TURN if shared else 0))
         record, listed = self._examine(asked, files, overwrite)
+        self._is_new = record is None
+        if record is not None and shared and not overwrite:
+            # another process may be writing a temporary file
+            self.files, self.temporary = record.get("files", files), record.get("temporary", [])
+            return record
         if record is not None:
             self._remove(record.get("temporary", ()))  # a killed run leaves one
         if overwrite:
@@ -147,16 +174,32 @@ class Store:
         else:
             self.files = list(dict.fromkeys([*listed, *files]))
         # listed in the record, so that the next run knows which half-written files are ours
-        self.temporary = [self._free_temporary(name) for name in (self.name, *self.files)]
+        if not isinstance(self.folder, Remote):
+            self.temporary = [_free_temporary(self.folder, name) for name in (self.name, *self.files)]
         return record
 
     def begin(self, record: Mapping) -> None:
-        """Removes the run that is replaced, then writes the record before any file that it lists. Raises OSError."""
+        """Removes the run that is replaced, then writes the record before any file that it lists.
+
+        Raises OSError; FileExistsError if another process began a run in an object store since `claim`.
+        """
         self._remove(self._replaced)
-        for parent in {(self.folder / name).parent for name in self.files}:
-            make_folder(parent)
         # a file is ours only if the record lists it, so the record comes first
+        if isinstance(self.folder, Path):
+            for parent in {(self.folder / name).parent for name in self.files}:
+                make_folder(parent)
+        elif self._is_new:
+            (self.folder / self.name).create(json_bytes({**record, **self.lists()}))
+            return
         self.save(record)
+
+    def remove_temporary(self, names: Collection[str]) -> None:
+        """Removes the half-written files that killed processes of a shared run left of these files."""
+        self._remove(name for name in self.temporary if re.sub(r"(\.\d+)?\.tmp$", "", name) in names)
+
+    def release(self) -> None:
+        """Lets other processes of this run into the folder, which stays this run's."""
+        self._held.close()
 
     def save(self, record: Mapping) -> None:
         """Writes the record. Raises OSError as `publishing`."""
@@ -185,7 +228,7 @@ class Store:
 
     def _record(self) -> dict | None:
         path = self.folder / self.name
-        if self.folder.exists() and not self.folder.is_dir():
+        if isinstance(self.folder, Path) and self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"{self.folder} is a file: {REMEDY}")
         if not path.exists():
             return None
@@ -221,30 +264,37 @@ class Store:
 
         A link in place of one of the run's folders could lead out of it, to files that are not ours.
         """
+        known = set(listed)
         in_the_way = []
-        for name in dict.fromkeys([*files, *listed]):
-            path = self.folder / name
-            parent = path.parent
-            is_below_link = parent != self.folder and (parent.is_symlink() or parent.is_file())
-            is_foreign = name not in listed and os.path.lexists(path)
-            if is_below_link or is_foreign or path.is_dir():
-                in_the_way.append(name)
+        if isinstance(self.folder, Remote):
+            existing = {path.name for path in self.folder.glob("*")}
+            foreign = existing - known
+            in_the_way = [name for name in files if name in foreign]
+        else:
+            for name in dict.fromkeys([*files, *listed]):
+                path = self.folder / name
+                parent = path.parent
+                is_below_link = parent != self.folder and (parent.is_symlink() or parent.is_file())
+                is_foreign = name not in known and os.path.lexists(path)
+                if is_below_link or is_foreign or path.is_dir():
+                    in_the_way.append(name)
         if in_the_way:
             raise ValueError(
                 f"{self.folder} holds {_several(in_the_way)}, not written by a run of cspd: {REMEDY}, or move the files"
                 " away"
             )
 
-    def _free_temporary(self, name: str) -> str:
-        """The first of a file's temporary names that is free."""
-        for temporary in temporary_names(name):
-            if not os.path.lexists(self.folder / temporary):
-                return temporary
-        raise AssertionError  # the names never end
-
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
             (self.folder / name).unlink(missing_ok=True)
+
+
+def _free_temporary(folder: Path, name: str) -> str:
+    """The first of a file's temporary names that is free."""
+    for temporary in temporary_names(name):
+        if not os.path.lexists(folder / temporary):
+            return temporary
+    raise AssertionError  # the names never end
 
 
 def _several(names: Sequence[str], between: str = ", ") -> str:
@@ -253,7 +303,7 @@ def _several(names: Sequence[str], between: str = ", ") -> str:
     return f"{text} and {more} more" if more > 0 else text
 
 
-def missing_files(folder: Path, names: Iterable[str], is_whole: Callable[[str], bool]) -> list[str]:
+def missing_files(folder: Place, names: Iterable[str], is_whole: Callable[[str], bool]) -> list[str]:
     """The files that a resumed run must write: absent ones and, after a warning, those that are not whole."""
     missing = [name for name in names if not is_whole(name)]
     damaged = [name for name in missing if (folder / name).exists()]
@@ -264,7 +314,7 @@ def missing_files(folder: Path, names: Iterable[str], is_whole: Callable[[str], 
     return missing
 
 
-def files_told(folder: Path, pattern: str, total: int, noun: str) -> str:
+def files_told(folder: Place, pattern: str, total: int, noun: str) -> str:
     """The number of a run's files that are in its folder, printed when the run is interrupted."""
     existing = len(list(folder.glob(pattern)))
     return f"{existing} of {total} {noun} are in {folder}/"
@@ -470,7 +520,7 @@ def models_of(settings: Mapping[str, Any], runner: Any) -> list[dict]:
     """The models of a model runner whose files a run's settings name: the file's name, fingerprint and size.
 
     Args:
-        settings: from `cspd.cli.options.run_settings`. runner: the engine's, of the models' family.
+        settings: from `cspd.checkpoints.run_settings`. runner: the engine's, of the models' family.
     """
     modules = {"vae": getattr(runner, "vae", None), **runner.models}
     found = []
@@ -557,6 +607,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def write_png(path: Path, picture: Image.Image) -> None:
+def write_png(path: Place, picture: Image.Image) -> None:
     """Writes as `publishing` does."""
     write_bytes(path, png_of(picture))

@@ -216,6 +216,14 @@ fraction = number_between(0, 1, "a number between 0 and 1")
 nats = number_between(0, 1e6, "a divergence in nats per token, above 0, such as 0.5")
 
 
+def part(text: str) -> tuple[int, int]:
+    """ "3/64" -> (3, 64): the fourth of 64 parts, which are 0/64 to 63/64."""
+    match = re.fullmatch(r"(\d{1,7})/(\d{1,7})", text, re.ASCII)
+    if not match or not int(match[1]) < int(match[2]):
+        raise unexpected(text, "a part I/N with I from 0 to N - 1, such as 3/64")
+    return int(match[1]), int(match[2])
+
+
 def box(text: str) -> tuple[int, ...]:
     """ "8,8,16,16" -> (8, 8, 16, 16)."""
     if not re.fullmatch(r"\d{1,6}(,\d{1,6}){3}", text, re.ASCII):

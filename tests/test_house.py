@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "entry": ["cspd", "cspd.__main__"],
     8: ["cspd.cli"],
-    7: ["cspd.comparison", "cspd.gpu_check", "cspd.pipeline"],
+    7: ["cspd.comparison", "cspd.gpu_check", "cspd.pipeline", "cspd.ray"],
     6: ["cspd.checkpoints", "cspd.evaluation", "cspd.serving", "cspd.speed"],
     5: ["cspd.engine", "cspd.masked", "cspd.discrete", "cspd.causal"],
     4: ["cspd.heads", "cspd.models"],

@@ -581,7 +581,7 @@ def test_kills_at_random_times_lose_nothing(command, launch, ways, kills, tmp_pa
 
 @pytest.mark.slow
 def test_a_machine_that_is_lost_joins_again(tmp_path):
-    """Two of torchrun's agents. If one is killed, the other ends, and both are started again."""
+    """Two of torchrun's agents. If one is killed, the other makes its own part, and the same commands make the rest."""
     command = [*EVALUATE, "--num-images", "128"]
     whole, out, log = tmp_path / "whole", tmp_path / "out", tmp_path / "log"
 
@@ -592,9 +592,10 @@ def test_a_machine_that_is_lost_joins_again(tmp_path):
     machines = begin()
     wait_until(lambda: stamps("evaluate", out) or machines[0].poll() is not None)
     kill_all(machines[1])
+    wait_until(lambda: {out / f"0000{number}.npz" for number in (0, 2, 4, 6)} <= stamps("evaluate", out).keys())
+    kill_all(machines[0])  # torchrun itself would wait for the other one
     existing = stamps("evaluate", out)
-    assert 0 < len(existing) < 8
-    assert machines[0].wait(60) != 0
+    assert len(existing) < 8
     assert [machine.wait(300) for machine in begin()] == [0, 0], log.read_text()[-3000:]
     after = stamps("evaluate", out)
     assert existing.items() <= after.items() and len(after) == 8

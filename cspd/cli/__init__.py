@@ -20,6 +20,8 @@ MODULES = {  # the module with a command's function `run_COMMAND`; only this one
     "compare": "cspd.cli.evaluate",
     "tune": "cspd.cli.evaluate",
     "evaluate": "cspd.cli.evaluate",
+    "merge": "cspd.cli.merge",
+    "verify": "cspd.cli.merge",
     "bench": "cspd.cli.bench",
     "gpu_check": "cspd.cli.bench",
     "calibrate": "cspd.cli.bench",

@@ -15,8 +15,8 @@ from matplotlib.backend_bases import FigureCanvasBase
 from torch import Tensor
 from tqdm import tqdm
 
-from cspd.checkpoints import checkpoint_files, family_of
-from cspd.cli.options import check_classes, check_method, load_engine, request_of, run_settings
+from cspd.checkpoints import checkpoint_files, family_of, run_settings
+from cspd.cli.options import check_classes, check_method, load_engine, request_of
 from cspd.device import peak_bytes, pick_device, reset_peak, seconds_of, spread
 from cspd.engine import Engine
 from cspd.evaluation.metrics import accuracy, load_classifier, space_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,15 +13,15 @@ import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from cspd.checkpoints import checkpoint_files, family_of
+from cspd.checkpoints import checkpoint_files, family_of, run_settings
 from cspd.cli.options import (
     check_classes,
     check_method,
     class_numbers,
     load_engine,
+    on_ray,
     read_prompts,
     request_of,
-    run_settings,
 )
 from cspd.comparison.compare import compare, tune
 from cspd.comparison.report import choice_told, front_table, shortfall, text_table, wanted, write
@@ -65,11 +66,21 @@ from cspd.evaluation.metrics import (
     space_of,
     unmeasured,
 )
-from cspd.evaluation.run import EXPLODED, MANIFEST, RECORD, Processes, Shards, sample_shards, shards_store
-from cspd.files import checked_json, write_json
+from cspd.evaluation.run import (
+    EXPLODED,
+    MANIFEST,
+    RECORD,
+    Shards,
+    finish,
+    own_device,
+    part_of,
+    sample_shards,
+    shards_store,
+    write_grid,
+)
+from cspd.files import Place, checked_json, place_of, write_json
 from cspd.option import BUNDLED, DEFAULTS, option_names
-from cspd.plots import grid
-from cspd.request import Request, to_pil
+from cspd.request import Request
 from cspd.runs import (
     Store,
     differences,
@@ -80,7 +91,6 @@ from cspd.runs import (
     models_of,
     what_ran,
     without_folders,
-    write_png,
 )
 from cspd.terminal import if_stopped
 
@@ -285,17 +295,17 @@ def how_to_evaluate(args: argparse.Namespace, rows: Sequence[Configuration]) -> 
 # `cspd evaluate`: the quality of many images, and the speed of sampling them.
 
 EVALUATION_SCHEMA = "cspd.evaluation/2"
-SHOWN, COLUMNS = 100, 10  # images in the grid
 MEASURES_ONLY = ("images", "out", "ref", "space", "weights", "clip", "prompts", "npz", "device")
 MEASURING = {"command", "line", "default_of", *MEASURES_ONLY}  # arguments that measuring existing images needs
 USUAL_NUM = 500  # images of a class-conditional model
 
 
 def run_evaluate(args: argparse.Namespace) -> None:
-    processes = Processes()
+    args.out = place_of(str(args.out))
+    part = part_of(args.shard)
     if args.images:
         # there is nothing to share: other processes of torchrun end at once
-        if processes.rank == 0:
+        if part.index == 0:
             _measure_folder(args)
         return
     prompts = read_prompts(args.prompts) if args.prompts else None
@@ -306,19 +316,23 @@ def run_evaluate(args: argparse.Namespace) -> None:
         written = Shards(args.out, args.num).num_written()
         return f"{written} of {args.num} images are in {args.out}/"
 
-    # the store outlives the other processes: the first one still writes the report
     with if_stopped(progress), shards_store(args.out) as store:
-        with processes:
-            args.device = processes.device(args.device)
-            engine, request, subjects, settings, how = processes.together(
-                lambda: _prepare(args, prompts, processes.rank)
+        args.device = own_device(args.device)
+        engine, request, subjects, settings, how = _prepare(args, prompts)
+        if args.ray:
+            shards, summary = on_ray(args, functools.partial(_divided, prompts=prompts), args.num)
+        else:
+            shards, found = sample_shards(
+                engine, request, subjects, args.num, store, settings, part, overwrite=args.overwrite
             )
-            shards, manifest, summary = sample_shards(
-                engine, request, subjects, args.num, store, settings, processes, overwrite=args.overwrite
-            )
-        # the other processes are gone by now: measuring uses one device
-        if processes.rank == 0:
-            about = _about_sampling(args, engine, manifest, summary) | shards.largest_tokens()
+            if found is None:
+                print(f"{progress()}; the part that writes the last of them measures them all")
+                return
+            summary = found
+        # several parts may find the run complete; one of them measures
+        store.release()
+        with finish(shards):
+            about = _about_sampling(args, engine, shards.manifest, summary) | shards.largest_tokens()
             _report(args, shards, shards.subjects(), how, about)
 
 
@@ -363,7 +377,7 @@ def _flag(name: str) -> str:
 
 def _about_sampling(args: argparse.Namespace, engine: Engine, manifest: dict, summary: dict) -> dict:
     """The part of the report about sampling: settings, speed, and what ran."""
-    summary["machine"] = engine.describe()
+    summary.setdefault("machine", engine.describe())  # Ray's workers are on other machines
     ran = what_ran(summary["machine"], models_of(manifest, engine.runner), args.line)
     settings = without_folders(manifest)
     if not summary["images_made"]:  # an earlier run sampled, and its report has the speed
@@ -371,7 +385,7 @@ def _about_sampling(args: argparse.Namespace, engine: Engine, manifest: dict, su
     return {"settings": settings, "sampling": summary, "ran": ran}
 
 
-def _earlier_sampling(path: Path, settings: dict) -> dict | None:
+def _earlier_sampling(path: Place, settings: dict) -> dict | None:
     """The summary of sampling in an earlier report of the same run, or None."""
     try:
         report = checked_json(path, {"sampling": dict, "settings": dict}, "")
@@ -382,27 +396,27 @@ def _earlier_sampling(path: Path, settings: dict) -> dict | None:
     return report["sampling"]
 
 
-def _prepare(
-    args: argparse.Namespace, prompts: list[str] | None, rank: int
-) -> tuple[Engine, Request, list[Subject], dict, dict]:
+def _prepare(args: argparse.Namespace, prompts: list[str] | None) -> tuple[Engine, Request, list[Subject], dict, dict]:
     """Everything that can fail before the first image: engine, request, subjects, settings, and how to measure."""
     check_method(args)
-    if rank == 0:
-        _check_extras(args, prompts is not None)
-    engine = load_engine(args, args.max_batch)
+    _check_extras(args, prompts is not None)
+    engine, request, subjects, settings = _divided(args, prompts)
     if engine.device.index is not None:
         torch.cuda.set_device(engine.device)
+    size = engine.runner.image_size, engine.runner.image_size
+    how = _how_to_measure(args, size, engine.device, are_texts(subjects))
+    return engine, request, subjects, settings, how
+
+
+def _divided(args: argparse.Namespace, prompts: list[str] | None) -> tuple[Engine, Request, list[Subject], dict]:
+    """The engine, the request that all images share, their classes or prompts, and whatever else they depend on."""
+    engine = load_engine(args, args.max_batch)
     runner = engine.runner
     labels = args.labels or range(runner.num_classes) or [0]
     subjects = prompts or class_numbers(labels, engine)
     blank = request_of(args, None, args.seed, negative_prompt=args.negative_prompt)
     request = asking_for(blank, subjects[0])  # text-to-image models refuse a class
-    settings = run_settings(args, engine.check(request))
-    how = {}  # only the first process measures
-    if rank == 0:
-        size = runner.image_size, runner.image_size
-        how = _how_to_measure(args, size, engine.device, are_texts(subjects))
-    return engine, request, subjects, settings, how
+    return engine, request, subjects, run_settings(args, engine.check(request))
 
 
 def _check_extras(args: argparse.Namespace, of_texts: bool) -> None:
@@ -484,10 +498,7 @@ def _report(args: argparse.Namespace, images: Dataset, subjects: list[Subject] |
         report["reference"] = {"name": reference.name, "fingerprint": reference.fingerprint}
     write_json(args.out / RECORD, report)
 
-    count = min(SHOWN, len(images))
-    shown = [to_pil(images[i]) for i in range(count)]
-    captions = list(map(str, subjects[:SHOWN])) if subjects else [""] * count
-    write_png(args.out / GRID, grid(shown, captions, min(COLUMNS, count)))
+    write_grid(args.out, images, subjects)
     print(format_evaluation(report))
     wrote = [f"{args.out / RECORD} (all numbers and settings)"]
     wrote.append(f"{args.out / GRID} (the first images)")

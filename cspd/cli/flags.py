@@ -32,6 +32,7 @@ from cspd.terminal import (
     name_list,
     nats,
     number_list,
+    part,
     path_argument,
     seed,
     tolerance,
@@ -217,7 +218,7 @@ def _rare(action: argparse.Action) -> None:
 def _sample(parser: Parser) -> None:
     parser.description = (
         "Generates images into a folder: PNGs, grid.png and samples.json with all settings and statistics.\n"
-        "Run the same command again to resume an interrupted run."
+        "Run the same command again to resume an interrupted run. For many machines: --shard, --ray (docs/many.md)."
     )
     parser.epilog = (
         "examples:\n"
@@ -231,10 +232,11 @@ def _sample(parser: Parser) -> None:
     one_of.add_argument("--prompt", type=word, metavar="TEXT", help="one prompt, for text-to-image models")
     add_like(one_of)
     text = "number of images; classes or prompts are cycled (default: one of each)"
-    group.add_argument("--num", type=count, metavar="N", help=text)
+    group.add_argument("--num", "--num-images", type=count, metavar="N", help=text)
     _add_seed(group)
-    _add_out(group, "samples")
+    _add_out(group, "samples", word)
     _add_heatmap(group)
+    _add_parts(parser)
     _add_sampling(parser)
     _add_machine(parser)
 
@@ -425,7 +427,8 @@ def _evaluate(parser: Parser) -> None:
     group.add_argument("--num", "--num-images", type=count, metavar="N", help=text)
     _add_subjects(group, f"{CLASSES_HELP} (default: all classes of the model)")
     _add_seed(group)
-    _add_out(group, "evaluation")
+    _add_out(group, "evaluation", word)
+    _add_parts(parser)
     text = (
         "measure the images in this directory instead of sampling. Classes or prompts come from the files that"
         " `cspd sample` wrote, or from --prompts, one per image in natural sort order of the file names"
@@ -525,6 +528,33 @@ def _calibrate(parser: Parser) -> None:
     _add_machine(parser)
 
 
+def _merge(parser: Parser) -> None:
+    parser.description = (
+        "Writes images.jsonl, every image's settings and digest, and grid.png for a complete run of\n"
+        "`cspd sample --shard`, `cspd sample --ray` or `cspd evaluate`, and its images in other files.\n"
+        "Run the same command again to resume."
+    )
+    parser.epilog = "example:\n  cspd merge samples/ --tar tars/"
+    group = parser.add_argument_group("images")
+    text = "folder of the run, or s3://BUCKET/RUN and other URLs that fsspec knows"
+    group.add_argument("folder", type=word, metavar="FOLDER", help=text)
+    text = "write PNGs, named as by `cspd sample`"
+    group.add_argument("--png", type=word, metavar="FOLDER", help=text)
+    text = "write WebDataset tars of 1,000 PNGs with their settings (pip install 'cspd[webdataset]')"
+    group.add_argument("--tar", type=word, metavar="FOLDER", help=text)
+    _add_path(group, "--npz", "FILE", "write an .npz for ADM's evaluator")
+
+
+def _verify(parser: Parser) -> None:
+    parser.description = (
+        "Checks every image in a folder of cspd against its digest: PNGs, shards or tars. The exit status is 1\n"
+        "if an image is missing or damaged."
+    )
+    group = parser.add_argument_group("images")
+    text = "folder of `cspd sample`, `cspd evaluate` or `cspd merge`, or a URL"
+    group.add_argument("folder", type=word, metavar="FOLDER", help=text)
+
+
 def _methods(parser: Parser) -> None:
     parser.description = (
         "Lists the methods: the models they sample from, their guarantee, what they need, and their papers."
@@ -542,6 +572,8 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "compare": ("compare methods on the same seeds: speed, quality, images", _compare),
     "tune": ("find the fastest settings for this machine within a quality limit", _tune),
     "evaluate": ("measure FID, IS, KID, precision and recall of many images", _evaluate),
+    "merge": ("write the images of many machines as PNGs, .npz or tars", _merge),
+    "verify": ("check a folder of images against its digests", _verify),
     "bench": ("time methods on this machine", _bench),
     "gpu-check": ("check the correctness and speed of this GPU", _gpu_check),
     "calibrate": ("calibrate a method ahead of its first use", _calibrate),
@@ -583,11 +615,21 @@ def _add_max_batch(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-batch", type=count, metavar="N", default=8, help=text)
 
 
-def _add_out(group: argparse._ArgumentGroup, folder: str) -> None:
+def _add_out(group: argparse._ArgumentGroup, folder: str, kind: Callable[[str], object] = path_argument) -> None:
+    """Adds --out. `kind`: `word` for commands that take URLs too, which a Path would change."""
     text = "output folder (default: %(default)s/)"
-    group.add_argument("--out", type=path_argument, metavar="FOLDER", default=Path(folder), help=text)
+    group.add_argument("--out", type=kind, metavar="FOLDER", default=Path(folder), help=text)
     text = "replace a run with other settings in --out"
     _rare(group.add_argument("--overwrite", action="store_true", help=text))
+
+
+def _add_parts(parser: Parser) -> None:
+    """Adds flags that divide a run among processes and machines."""
+    group = parser.add_argument_group("many machines (docs/many.md)")
+    text = "make only this part, I from 0 to N - 1, such as the index of a job array; parts may run at any time"
+    _rare(group.add_argument("--shard", type=part, metavar="I/N", help=text))
+    text = "a Ray cluster makes the images: auto, ray://HOST:10001, or local for this machine (pip install 'cspd[ray]')"
+    _rare(group.add_argument("--ray", type=word, metavar="ADDRESS", help=text))
 
 
 def _add_heatmap(group: argparse._ArgumentGroup) -> None:

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import os
 import re
 import runpy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
 
-from cspd.checkpoints import checkpoint_files, family_of, load
+from cspd.checkpoints import family_of, load
 from cspd.cli.flags import add_like, add_plugin
 from cspd.cli.listing import format_table, markdown_table, options_table
-from cspd.discrete.hf import CONFIG, is_hf
-from cspd.discrete.text import TextEncoder, missing_library
+from cspd.discrete.text import missing_library
 from cspd.engine import Engine
-from cspd.files import identity_of, misfit, parse_json, weight_files
-from cspd.method import METHODS, Method, choose, method_of
+from cspd.evaluation.run import Shards
+from cspd.files import misfit, parse_json
+from cspd.method import METHODS, Method, choose
 from cspd.models import bundled
 from cspd.option import option_names
 from cspd.request import PNG_TEXT, Label, Request
-from cspd.terminal import NO_CHARACTER, __version__
+from cspd.terminal import NO_CHARACTER
 
 
 def run_methods(args: argparse.Namespace) -> None:
@@ -236,41 +239,6 @@ def check_method(args: argparse.Namespace) -> Method:
     return choose(request_of(args), [family_of(args.checkpoint)])[1]
 
 
-def run_settings(args: argparse.Namespace, request: Request) -> dict:
-    """What images depend on besides their requests: version, rounding, and the files that a checked request uses."""
-    files = checkpoint_files(args.checkpoint)
-    decoder = "tokenizer" if "tokenizer" in files else "vae"
-    # files that the request does not use, such as an EAGLE drafter for sjd, may change between runs
-    used = {"target": files["target"], decoder: args.vae or files[decoder]}
-    given = {"draft": args.draft_checkpoint, "eagle": args.eagle}
-    for name in sorted(method_of(request).uses(request)):
-        used[name] = given[name] or files[name]
-    settings = {"version": __version__, "precision": args.precision, "compiled": args.compile, "graphs": args.graphs}
-    encoder = args.text_encoder or files.get("text_encoder")
-    if request.prompt is not None and encoder is not None:
-        settings["text_encoder"] = TextEncoder(encoder).identity
-    for name, file in used.items():
-        if file is not None:
-            settings[name] = _stored(file)
-    return settings
-
-
-def _stored(file: Path) -> dict:
-    """The fingerprint that identifies a model file when a run is resumed.
-
-    For a `transformers` model it covers all files in the directory.
-    """
-    more: dict = {}
-    weights = [file]
-    if is_hf(file):
-        file = file / CONFIG if file.is_dir() else file
-        weights = weight_files(file.parent)
-        more["folder"] = identity_of(file.parent)
-    file = file.resolve()
-    num_bytes = sum(each.stat().st_size for each in weights)
-    return {"file": str(file), "bytes": num_bytes, "modified": file.stat().st_mtime_ns, **more}
-
-
 def load_engine(args: argparse.Namespace, max_batch: int) -> Engine:
     """The engine of the flags for models and the machine."""
     if args.threads:
@@ -288,3 +256,49 @@ def load_engine(args: argparse.Namespace, max_batch: int) -> Engine:
         compiled=args.compile,
         graphs=args.graphs,
     )
+
+
+# Workers of --ray ADDRESS, which have no command line.
+
+FILES = ("checkpoint", "vae", "draft_checkpoint", "eagle", "text_encoder", "plugin")
+
+
+def on_ray(args: argparse.Namespace, divided: Callable, num: int) -> tuple[Shards, dict]:
+    """Makes the images of a run on a Ray cluster; returns them and a summary.
+
+    `divided` takes the arguments, and returns the arguments of `cspd.evaluation.run.plan`; it runs in each worker.
+
+    Raises ValueError if Ray is not installed, or as `cspd.ray.sample`.
+    """
+    try:
+        from cspd import ray
+    except ModuleNotFoundError as missing:
+        raise ValueError(f"--ray needs {missing.name}: pip install 'cspd[ray]'") from None
+    if args.shard or "WORLD_SIZE" in os.environ:
+        raise ValueError("--ray divides the work itself: leave out --shard and torchrun")
+    ray.connect(args.ray)
+    own = {name: value for name, value in vars(args).items() if not callable(value)}
+    # workers have other current folders
+    for name in FILES:
+        own[name] = _resolved(own.get(name))
+    return ray.make(
+        functools.partial(_divided_by, divided, argparse.Namespace(**own)),
+        num,
+        args.out,
+        overwrite=args.overwrite,
+        num_gpus=0 if args.device == "cpu" else ray.gpus_of_an_engine(),
+        num_cpus=args.threads or 1,
+        max_batch=args.max_batch,
+    )
+
+
+def _resolved(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_resolved(each) for each in value]
+    is_local = value is not None and Path(value).exists()
+    return type(value)(Path(value).resolve()) if is_local else value
+
+
+def _divided_by(divided: Callable, args: argparse.Namespace) -> Any:
+    load_plugins([f"--plugin={file}" for file in args.plugin or ()])
+    return divided(args)

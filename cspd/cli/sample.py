@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import ipaddress
 import itertools
+import json
 import math
-import re
 import socket
 import sys
 import time
@@ -23,11 +24,12 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
-from cspd.checkpoints import check_of_one, checkpoint_files
-from cspd.cli.options import bundled_here, check_method, load_engine, read_prompts, request_of, run_settings
+from cspd.checkpoints import check_of_one, checkpoint_files, run_settings
+from cspd.cli.options import bundled_here, check_method, load_engine, on_ray, read_prompts, request_of
 from cspd.engine import Engine
-from cspd.evaluation.images import GRID, HEATMAP, OVERVIEWS, RECORD
-from cspd.files import append_json, parse_json, write_bytes
+from cspd.evaluation.images import GRID, HEATMAP, LIST, OVERVIEWS, RECORD, Subject, file_name, subject_of
+from cspd.evaluation.run import Part, Shards, finish, own_device, part_of, sample_shards, shards_store
+from cspd.files import Remote, append_json, parse_json, place_of, without_none, write_bytes
 from cspd.method import Prepared, as_it_is
 from cspd.plots import grid, token_cost_grid, usual_columns
 from cspd.request import Inpainting, Output, Request, Resized, cropping, placed, png_of, to_pil
@@ -53,7 +55,6 @@ SCHEMA = "cspd.samples/1"
 JOURNAL = "samples.journal"  # one line of JSON for each image since the record was written
 SHAPE = {"settings": dict, "images": [{"index": int, "request": dict, "stats": dict}]}  # of the record
 GRID_LIMIT = 400  # maximum number of images in the grid
-LONGEST_NAME = 60  # characters of a prompt in a file name
 DRAFT_COUNTS = ("by_lag", "by_step", "by_rank")  # statistics of which the record has only the sums: they are long
 
 
@@ -91,7 +92,7 @@ def sample_to_folder(
         ValueError: an invalid request, or as `Store.claim`.
     """
     checked = [engine.checked(request) for request in requests]
-    names = [f"{i:05d}_{_subject(each.request)}_seed{each.request.seed}.png" for i, each in enumerate(checked)]
+    names = [file_name(i, each.request) for i, each in enumerate(checked)]
     record = {"schema": SCHEMA, "settings": settings, "requests": len(requests)}
     record["machine"] = engine.describe()
     overviews = OVERVIEWS if heatmap else (GRID,)
@@ -103,7 +104,7 @@ def sample_to_folder(
         prepared = _prepared(engine, checked, names, store, existing)
         missing = set(missing_files(out, names, lambda name: _is_whole(out / name, existing.get(name))))
         record["images"] = [existing[name] for name in names if name not in missing]
-        store.begin(record)
+        store.begin(_without_nulls(record))
         # the record now has the images of the journal
         journal.unlink(missing_ok=True)
 
@@ -114,7 +115,7 @@ def sample_to_folder(
         summary["window"] = prepared[0].request.window
         summary["judged_and_accepted"] = new.draft_counts
         record["summary"] = summary
-        store.save(record)
+        store.save(_without_nulls(record))
         journal.unlink(missing_ok=True)
         _write_overviews(engine, out, names, record, prepared, heatmap, before)
 
@@ -124,16 +125,13 @@ def sample_to_folder(
             seconds = new.seconds - new.capture_seconds
             rounds = seconds - new.seconds_between_rounds
             summary |= against_plain(engine, prepared[0].request, len(todo), seconds, rounds)
-            store.save(record)
+            store.save(_without_nulls(record))
     return record
 
 
-def _subject(request: Request) -> str:
-    """The class or prompt of an image, for its file name."""
-    if request.prompt is None:
-        return f"label{'none' if request.label is None else request.label}"
-    words = re.findall("[a-z0-9]+", request.prompt.lower())
-    return "-".join(["text", *words])[:LONGEST_NAME].rstrip("-")
+def _without_nulls(record: dict) -> dict:
+    """A record as it is written: without settings that were not given, and values that were not measured."""
+    return json.loads(json.dumps(record), object_hook=without_none)
 
 
 def _existing(journal: Path, record: dict, names: Sequence[str]) -> dict[str, dict]:
@@ -291,9 +289,14 @@ def _write_overviews(
 
 
 def run_sample(args: argparse.Namespace) -> None:
+    args.out = place_of(str(args.out))
     asked = _asked(args)
     num = args.num or len(asked)
     check_method(args)
+    part = part_of(args.shard)
+    if args.shard or args.ray or part.count > 1 or isinstance(args.out, Remote):
+        _sample_shards(args, asked, num, part)
+        return
     # no more slots than images: the window of `speculative` is chosen for their number
     engine = load_engine(args, min(args.max_batch, num))
     requests = [request_of(args, seed=args.seed + i, **asked[i % len(asked)]) for i in range(num)]
@@ -304,6 +307,50 @@ def run_sample(args: argparse.Namespace) -> None:
             engine, checked, args.out, settings, overwrite=args.overwrite, heatmap=args.heatmap, speed=True
         )
     tell(engine, checked[0], record, args.out, args.heatmap)
+
+
+def _sample_shards(args: argparse.Namespace, asked: Sequence[dict], num: int, part: Part) -> None:
+    """Makes a part of the images, as files that any number of machines can write."""
+    if args.heatmap:
+        raise ValueError("--heatmap is of runs by one process: leave it out, or leave out --shard, --ray and torchrun")
+
+    def progress() -> str:
+        return f"{Shards(args.out, num).num_written()} of {num} images are in {args.out}/"
+
+    with if_stopped(progress), shards_store(args.out) as store:
+        divided = functools.partial(_divided, asked=asked, num=num)
+        if args.ray:
+            shards, summary = on_ray(args, divided, num)
+        else:
+            args.device = own_device(args.device)
+            engine, request, subjects, settings = divided(args)
+            shards, found = sample_shards(
+                engine, request, subjects, num, store, settings, part, overwrite=args.overwrite
+            )
+            if found is None:
+                print(f"{progress()}; the part that writes the last of them lists them all")
+                return
+            summary = found
+            store.release()
+        with finish(shards):
+            _tell_shards(shards, summary)
+
+
+def _divided(args: argparse.Namespace, asked: Sequence[dict], num: int) -> tuple[Engine, Request, list[Subject], dict]:
+    """The engine, the request that all images share, their classes or prompts, and whatever else they depend on."""
+    engine = load_engine(args, min(args.max_batch, num))
+    requests = [request_of(args, seed=args.seed, **each) for each in asked]
+    subjects = [subject_of(engine.check(request)) for request in requests]
+    return engine, requests[0], subjects, run_settings(args, engine.check(requests[0]))
+
+
+def _tell_shards(shards: Shards, summary: dict) -> None:
+    """Prints the costs of a complete run in shards, and its files."""
+    _print_costs(summary, shards.num)
+    if summary.get("restarted"):
+        print(f"{summary['restarted']} workers of Ray died and were replaced")
+    print(f"wrote {shards.folder / LIST} (settings, digests), {shards.folder / GRID}, {shards.count} files of images")
+    print(f"for PNGs, an .npz or WebDataset tars: cspd merge {shards.folder}")
 
 
 def _asked(args: argparse.Namespace) -> list[dict]:
@@ -319,6 +366,21 @@ def tell(engine: Engine, checked: Prepared, record: dict, out: Path, heatmap: bo
     """Prints the costs of the images in a folder, the guarantee, and the files. `checked`: one of the requests."""
     summary = record["summary"]
     num = record["requests"]
+    _print_costs(summary, num)
+    # only methods that choose the window themselves can give a reason for it
+    if summary["window"] is not None and checked.method.resolve is not as_it_is:
+        why = engine.runners[checked.method.family].tuning.why(checked.request, engine.num_slots)
+        print(f"window {summary['window']}: {why}")
+    if heatmap:
+        print(f"wrote {out / HEATMAP} (the cost of each token)")
+    pngs = "1 PNG" if num == 1 else f"{num} PNGs"
+    print(f"wrote {out / GRID} (all images), {out / RECORD} (settings, statistics), {pngs}")
+    line = speed_line(summary, engine.num_slots)
+    if line:
+        print(line)
+
+
+def _print_costs(summary: dict, num: int) -> None:
     generated = summary["images_made"]
     if generated:
         images = "1 image" if generated == 1 else f"{generated} images"
@@ -329,22 +391,11 @@ def tell(engine: Engine, checked: Prepared, record: dict, out: Path, heatmap: bo
         _print_vq_cost(summary)
     else:
         _print_mar_cost(summary)
-    # only methods that choose the window themselves can give a reason for it
-    if summary["window"] is not None and checked.method.resolve is not as_it_is:
-        why = engine.runners[checked.method.family].tuning.why(checked.request, engine.num_slots)
-        print(f"window {summary['window']}: {why}")
     print(f"guarantee: {summary['guarantee']}")
     if summary["alpha"] is not None:
         print(f"{summary['alpha']:.1%} of the drafts were accepted")
     for title, value, meaning in measured_lines(summary):
         print(f"{title} {value} {meaning}")
-    if heatmap:
-        print(f"wrote {out / HEATMAP} (the cost of each token)")
-    pngs = "1 PNG" if num == 1 else f"{num} PNGs"
-    print(f"wrote {out / GRID} (all images), {out / RECORD} (settings, statistics), {pngs}")
-    line = speed_line(summary, engine.num_slots)
-    if line:
-        print(line)
 
 
 def _print_mar_cost(summary: dict) -> None:

@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from cspd.files import check_file, checked_json, explained, publishing
+from cspd.files import Place, check_file, checked_json, explained, misfit, parse_json, publishing
 from cspd.request import Request, to_uint8
 
 # Images to be measured, with 8 bits per channel, in memory or in a folder.
 
 GRID = "grid.png"
 HEATMAP = "heatmap.png"
+LIST = "images.jsonl"  # one line of JSON for each image of a run in shards, or of a folder made from it
 OVERVIEWS = (GRID, HEATMAP)  # our commands write these next to images
 SUFFIXES = (".png", ".jpg", ".jpeg")
 DIGITS = 20  # of the numbers in files' names; seeds have at most 19
@@ -224,7 +225,8 @@ def export_npz(images: Dataset, path: Path) -> None:
 
 # The subject of an image in runs and reports.
 
-Subject = int | str  # the number of a class, or a prompt
+LONGEST_NAME = 60  # characters of a prompt in a file name
+Subject = int | str | None  # the number of a class, or a prompt; None: unconditional
 
 
 def asking_for(request: Request, subject: Subject) -> Request:
@@ -249,18 +251,42 @@ def are_texts(subjects: Sequence[Subject] | None) -> bool:
     return bool(subjects) and isinstance(subjects[0], str)
 
 
+def file_name(index: int, request: Request) -> str:
+    """The name of an image's PNG, by its index in the run."""
+    return f"{index:05d}_{_subject(request)}_seed{request.seed}.png"
+
+
+def _subject(request: Request) -> str:
+    """The class or prompt of an image, for its file name."""
+    if request.prompt is None:
+        return f"label{'none' if request.label is None else request.label}"
+    words = re.findall("[a-z0-9]+", request.prompt.lower())
+    return "-".join(["text", *words])[:LONGEST_NAME].rstrip("-")
+
+
 RECORD = "samples.json"
 
 
 def prompts_of(folder: ImageFolder) -> list[str] | None:
-    """The prompts of a folder's images, from the record of their run, or None if it lacks one of them."""
-    shape = {"images": [{"file": str, "request": dict}]}
-    try:
-        record = checked_json(folder.files[0].parent / RECORD, shape, "")
-    except ValueError:
-        return None
+    """The prompts of a folder's images, from the record of their run or their list, or None if it lacks one of them."""
     prompts = {}
-    for image in record["images"]:
+    for image in listed_images(folder.files[0].parent):
         prompts[image["file"]] = image["request"].get("prompt")
     found = [prompts.get(path.name) for path in folder.files]
     return None if None in found else found
+
+
+def listed_images(folder: Place) -> list[dict]:
+    """The images in the record of `cspd sample`, or in the list of a run in shards, with "file", "request" and more.
+
+    Empty if the folder has neither, or it is damaged.
+    """
+    entry = {"file": str, "request": dict}
+    with contextlib.suppress(ValueError):
+        return checked_json(folder / RECORD, {"images": [entry]}, "")["images"]
+    with contextlib.suppress(ValueError, OSError):
+        lines = (folder / LIST).read_text().splitlines()
+        images = [parse_json(line) for line in lines]
+        if misfit(images, [entry]) is None:
+            return images
+    return []

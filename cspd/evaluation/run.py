@@ -2,127 +2,71 @@
 
 from __future__ import annotations
 
-import functools
+import hashlib
 import json
 import math
 import os
 import re
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from cspd.engine import Engine
-from cspd.evaluation.images import GRID, Subject, asking_for, in_turn, subject_of
-from cspd.files import read_item, write_item
-from cspd.request import Output, Request, to_uint8
-from cspd.runs import Store, earlier_choices, missing_files, summary_of
+from cspd.evaluation.images import GRID, LIST, Subject, asking_for, subject_of
+from cspd.files import Place, Remote, checked_json, publishing, read_item, write_item
+from cspd.plots import grid
+from cspd.request import Output, Request, to_pil, to_uint8
+from cspd.runs import Store, earlier_choices, missing_files, summary_of, write_png
 from cspd.terminal import shortened
 
-# The processes of a run, started by torchrun, and their messages to each other.
-#
-# A failure in common work ends all processes, with one message. A process that fails in its own images ends alone, with
-# its own message, and torchrun stops the others.
+# The part of a run that a process makes. Parts know nothing of each other but the files in the folder.
 
-T = TypeVar("T")
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # that torchrun sets
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # that torchrun sets
 REMEDY = f"torchrun sets {', '.join(VARIABLES)}; unset them to use one process"
-PATIENCE = timedelta(days=7)  # for the slowest process to finish; a process that dies is noticed at once
-POLL = 0.05  # seconds
 
 
-class Processes:
-    """This process and the others that share the work, as a context manager. Without torchrun there is only this one.
+class Part(NamedTuple):
+    """The shards that a process makes: number `index`, and every `count`-th after it."""
 
-    Attributes:
-        rank: 0 .. size - 1. size: the number of processes. local: the rank among the processes of this machine.
+    index: int = 0
+    count: int = 1
+
+
+WHOLE = Part()
+
+
+def part_of(shard: tuple[int, int] | None = None) -> Part:
+    """The part that --shard names, or else torchrun's rank, or else the whole run.
+
+    Raises ValueError if torchrun's variables are missing or not integers in their range, or --shard is given too.
     """
+    size = _number("WORLD_SIZE", 1, low=1)
+    rank = _number("RANK", 0, high=size - 1)
+    _number("LOCAL_RANK", 0)
+    missing = [name for name in VARIABLES if name not in os.environ]
+    if size > 1 and missing:
+        names = ", ".join(missing)
+        raise ValueError(f"WORLD_SIZE={size} without {names}: {REMEDY}")
+    if size > 1 and shard:
+        raise ValueError("--shard and torchrun both divide the work: leave out one of them")
+    return Part(*shard) if shard else Part(rank, size)
 
-    def __init__(self) -> None:
-        """Raises ValueError if the launcher's variables are missing or not integers in their range."""
-        self.size = _number("WORLD_SIZE", 1, low=1)
-        self.rank = _number("RANK", 0, high=self.size - 1)
-        self.local = _number("LOCAL_RANK", 0)
-        missing = [name for name in VARIABLES if name not in os.environ]
-        if self.size > 1 and missing:
-            names = ", ".join(missing)
-            raise ValueError(f"WORLD_SIZE={self.size} without {names}: {REMEDY}")
-        if self.size > 1:
-            _number("MASTER_PORT", 0, high=65535)
 
-    def __enter__(self) -> Processes:
-        if self.size > 1:
-            try:
-                dist.init_process_group("gloo")  # messages are short
-                self._waiting = dist.new_group(timeout=PATIENCE)
-            except RuntimeError as error:
-                address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-                raise OSError(
-                    f"not all of the {self.size} processes reached {address}: start them again with torchrun"
-                ) from error
-        return self
-
-    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        if self.size > 1 and failure is None:  # after a failure, this would wait for the other processes
-            dist.destroy_process_group()
-
-    def device(self, wanted: str) -> str:
-        """The device of this process: a GPU of its own, unless the user names one."""
-        if self.size > 1 and torch.cuda.is_available() and wanted in ("auto", "cuda"):
-            return f"cuda:{self.local}"
-        return wanted
-
-    def together(self, work: Callable[[], T]) -> T:
-        """Runs `work` in all processes, waits for them, and returns the result of this one.
-
-        Raises:
-            ValueError, OSError, OutOfMemoryError: from `work`, in the first process in which it failed.
-            SystemExit: it failed in another process, which reports it. OSError: another process is gone.
-        """
-        result = error = None
-        try:
-            result = work()
-        except (ValueError, OSError, torch.OutOfMemoryError) as failure:
-            error = failure
-        # every process learns who failed, so that none waits for a process that has ended
-        failures = self._exchange(error is not None)
-        if any(failures):
-            first = failures.index(True)
-            raise error if first == self.rank else SystemExit(2)
-        return result
-
-    def from_first(self, work: Callable[[], T]) -> T:
-        """Runs `work` in the first process only, and returns its result in all; errors as in `together`."""
-        result = self.together(lambda: work() if self.rank == 0 else None)
-        return self._exchange(result)[0]
-
-    def _exchange(self, value: object) -> list:
-        """The values of all processes, by rank."""
-        values = [value] * self.size
-        if self.size > 1:
-            try:
-                self._wait()
-                dist.all_gather_object(values, value)
-            except RuntimeError as gone:
-                raise OSError("another process of this run is gone: repeat the command, it resumes here") from gone
-        return values
-
-    def _wait(self) -> None:
-        """Waits for all processes. It polls because Python handles no signal inside a collective."""
-        barrier = dist.barrier(self._waiting, async_op=True)
-        while not barrier.is_completed():
-            time.sleep(POLL)
-        barrier.wait()  # raises its errors
+def own_device(wanted: str) -> str:
+    """The device of this process: under torchrun a GPU of its own, unless the user names one."""
+    is_launched = _number("WORLD_SIZE", 1, low=1) > 1
+    if is_launched and torch.cuda.is_available() and wanted in ("auto", "cuda"):
+        return f"cuda:{_number('LOCAL_RANK', 0)}"
+    return wanted
 
 
 def _number(name: str, default: int, low: int = 0, high: float = math.inf) -> int:
@@ -142,17 +86,25 @@ SCHEMA = "cspd.shards/1"
 MANIFEST = "manifest.json"
 RECORD = "evaluation.json"  # the report
 SIZE = 16  # images in a shard: a killed process loses at most this many, and the images in flight
+SHOWN, COLUMNS = 100, 10  # images in the grid
 LONG = ("by_lag", "by_step", "by_rank")  # statistics that are not written
 EXPLODED = 30.0  # MAR's tokens have unit variance, and strong guidance takes them to about 20
 LARGEST = torch.finfo(torch.float32).max
-SHAPE = {"images": int, "seed": int, "labels": [(int, str)], "request": dict}  # of the manifest
+UNCONDITIONAL = -1  # in a shard, in place of a class
+SHAPE = {  # of the manifest; "seeds" if they do not follow the first one
+    "images": int,
+    "seed": int,
+    "seeds?": [int],
+    "labels": [(int, str, type(None))],
+    "request": dict,
+}
 
 
 class Shards(Dataset):
     """The folder of a run of `num` images; as a data set, its images, uint8 [3, H, W].
 
     A shard is an .npz of `images` uint8 [n, H, W, 3], `labels` [n], int64 or prompts, `seeds` int64 [n], and `stats`,
-    as JSON.
+    as JSON. The number of a shard determines its images, so any process can make it.
 
     Attributes:
         manifest: everything that the images depend on, needed to write or check shards.
@@ -161,7 +113,7 @@ class Shards(Dataset):
         OSError: the shard of an image no longer belongs to this `manifest` when the image is read.
     """
 
-    def __init__(self, folder: Path, num: int, manifest: Mapping | None = None) -> None:
+    def __init__(self, folder: Place, num: int, manifest: Mapping | None = None) -> None:
         self.folder, self.num, self.manifest = folder, num, manifest or {}
         self.count = -(-num // SIZE)
         self._last: tuple[int, np.ndarray] | None = None
@@ -173,10 +125,11 @@ class Shards(Dataset):
         if not 0 <= index < self.num:
             raise IndexError(index)
         shard = index // SIZE
-        # images are read in order: the last shard is enough of a cache
-        if self._last is None or self._last[0] != shard:
-            self._last = shard, self._images(shard)
-        _, images = self._last
+        # images are read in order: the last shard is enough of a cache; several threads may read
+        last = self._last
+        if last is None or last[0] != shard:
+            last = self._last = shard, self._images(shard)
+        _, images = last
         return torch.from_numpy(images[index % SIZE]).permute(2, 0, 1)
 
     def name(self, shard: int) -> str:
@@ -186,6 +139,10 @@ class Shards(Dataset):
         """The indices of a shard's images."""
         start = shard * SIZE
         return range(start, min(start + SIZE, self.num))
+
+    def files(self) -> list[str]:
+        """The names of all files of the run."""
+        return [*map(self.name, range(self.count)), RECORD, GRID, LIST]
 
     def num_written(self) -> int:
         """The number of images in existing shards."""
@@ -197,9 +154,13 @@ class Shards(Dataset):
         return num
 
     def read(self, shard: int, name: str) -> np.ndarray:
-        """One array of a shard."""
-        with np.load(self.folder / self.name(shard)) as file:
-            return file[name]
+        """One array of a shard. Raises OSError if the shard is missing or damaged."""
+        path = self.folder / self.name(shard)
+        try:
+            with path.open("rb") as opened, np.load(opened) as file:
+                return file[name]
+        except Exception as error:  # the readers of a damaged archive raise almost any error
+            raise OSError(f"{path} is missing or damaged: repeat the command that makes it") from error
 
     def _images(self, shard: int) -> np.ndarray:
         """The images of a shard. A process of an earlier run may have outlived that run and replaced them."""
@@ -221,7 +182,21 @@ class Shards(Dataset):
         subjects = []
         for shard in range(self.count):
             subjects += self.read(shard, "labels").tolist()
-        return subjects
+        return [None if subject == UNCONDITIONAL else subject for subject in subjects]
+
+    def requests(self, indices: Iterable[int]) -> list[Request]:
+        """The requests of some images."""
+        common = Request(**self.manifest["request"])
+        subjects = self.manifest["labels"]
+        requests = []
+        for index in indices:
+            own = asking_for(common, subjects[index % len(subjects)])
+            requests.append(own.but(seed=self._seed(index)))
+        return requests
+
+    def _seed(self, index: int) -> int:
+        seeds = self.manifest.get("seeds")
+        return seeds[index] if seeds else self.manifest["seed"] + index
 
     def largest_tokens(self) -> dict:
         """The largest magnitude of MAR's tokens, and how many images reach `EXPLODED`.
@@ -239,15 +214,15 @@ class Shards(Dataset):
         path = self.folder / self.name(shard)
         write_item(path, arrays, self._made_of(shard))
 
-    def missing(self, side: int) -> list[int]:
-        """The shards still to be generated. Damaged shards, and shards of other images, are removed.
+    def missing(self, side: int | None, among: Iterable[int] | None = None) -> list[int]:
+        """The shards still to be generated, of all or `among` some. Damaged shards, and of other images, are removed.
 
-        `side`: of an image, in pixels.
+        `side`: of an image, in pixels; None: any.
         """
-        shards = {self.name(shard): shard for shard in range(self.count)}
+        shards = {self.name(shard): shard for shard in (range(self.count) if among is None else among)}
 
         def is_whole(name: str) -> bool:
-            return self._is_whole(shards[name], side)
+            return self.is_whole(shards[name], side)
 
         missing = missing_files(self.folder, shards, is_whole)
         for name in missing:
@@ -259,10 +234,12 @@ class Shards(Dataset):
         indices = self.indices(shard)
         subjects = self.manifest["labels"]
         labels = [subjects[i % len(subjects)] for i in indices]
-        seeds = [self.manifest["seed"] + i for i in indices]
+        labels = [UNCONDITIONAL if label is None else label for label in labels]
+        seeds = [self._seed(i) for i in indices]
         return {"manifest": self.manifest, "labels": labels, "seeds": seeds}
 
-    def _is_whole(self, shard: int, side: int) -> bool:
+    def is_whole(self, shard: int, side: int | None = None) -> bool:
+        """Whether a shard has this run's images, undamaged. `side`: of an image, in pixels; None: any."""
         num = len(self.indices(shard))
         made_of = self._made_of(shard)
         like = {
@@ -271,6 +248,8 @@ class Shards(Dataset):
             "labels": (np.generic, (num,)),
             "seeds": (np.integer, (num,)),
         }
+        if side is None:
+            del like["images"]
         arrays = read_item(self.folder / self.name(shard), made_of, like)
         if arrays is None:
             return False
@@ -278,18 +257,30 @@ class Shards(Dataset):
         return all(arrays[name].tolist() == made_of[name] for name in ("labels", "seeds"))
 
 
-def shards_store(folder: Path) -> Store:
+def shards_store(folder: Place) -> Store:
     """The folder of a run that samples."""
     return Store(folder, MANIFEST, SCHEMA, SHAPE)
+
+
+def run_in(folder: Place) -> Shards:
+    """The images of a run, finished or not. Raises ValueError if there is none in the folder."""
+    remedy = "give a folder of `cspd sample --shard`, `cspd sample --ray` or `cspd evaluate`"
+    manifest = checked_json(folder / MANIFEST, {"schema": str, **SHAPE}, remedy)
+    if manifest["schema"] != SCHEMA:
+        raise ValueError(f"{folder / MANIFEST} is not of this version of cspd: {remedy}")
+    for listed in ("files", "temporary"):
+        manifest.pop(listed, None)
+    return Shards(folder, manifest["images"], manifest)
 
 
 def arrays_of(outputs: Sequence[Output]) -> dict[str, np.ndarray]:
     """The arrays of a shard of these images."""
     images = [to_uint8(output.image).permute(1, 2, 0).numpy() for output in outputs]
     stats = [_stats_of(output) for output in outputs]
+    subjects = [subject_of(output.request) for output in outputs]
     return {
         "images": np.stack(images),
-        "labels": np.array([subject_of(output.request) for output in outputs]),
+        "labels": np.array([UNCONDITIONAL if subject is None else subject for subject in subjects]),
         "seeds": np.array([output.request.seed for output in outputs]),
         "stats": np.array(json.dumps(stats)),
     }
@@ -305,11 +296,11 @@ def _stats_of(output: Output) -> dict:
     return stats
 
 
-# Sampling for an evaluation: many images, by any number of processes, into shards. An interrupted run resumes.
+# Sampling many images, by any number of processes, into shards. An interrupted run resumes.
 
 WRITING = 2  # shards that may wait for the disk before sampling waits too
 BAR = "{l_bar}{bar}| {n:.1f}/{total} images [{elapsed}<{remaining}, {rate_fmt}]"
-LAG = 60  # seconds until a shared file system shows another machine's file, at most
+RARELY = 30  # seconds between looks at an object store; a folder is looked at every second
 
 
 def sample_shards(
@@ -319,63 +310,69 @@ def sample_shards(
     num: int,
     store: Store,
     settings: dict,
-    processes: Processes,
+    part: Part = WHOLE,
     *,
     overwrite: bool = False,
     progress: bool = True,
-) -> tuple[Shards, dict, dict]:
-    """Samples the images of a run that its folder lacks; returns the shards, the manifest and a summary.
+) -> tuple[Shards, dict | None]:
+    """Samples the images of a part of a run that its folder lacks; returns all shards and a summary.
 
     Image i has the class or prompt subjects[i % len(subjects)] and the seed request.seed + i, whatever the number of
-    processes.
+    parts.
 
     Args:
         request: the settings of all images. settings: everything else that the images depend on, as plain values.
-        store: the folder, see `shards_store`. It stays claimed until the store's `with` block ends.
-        overwrite: remove another run from the folder, once all settings are checked.
+        store: the folder, see `shards_store`. A whole run holds it until the store's `with` block ends.
+        overwrite: remove another run from the folder, once all settings are checked; of a whole run only.
 
     Returns:
-        shards, manifest, and the means of the images' statistics with this run's speed; only the first process needs
-        the last two.
+        shards, and the means of the images' statistics with the speed of all parts meanwhile; None if shards of other
+        parts are missing still.
 
     Raises:
         ValueError: a bad setting, or as `Store.claim`. OSError: the folder cannot be written.
-        Others as in `Processes.together`.
     """
-    # the first process claims the folder before the others write there
-    plan = functools.partial(_plan, engine, request, subjects, num, store, settings, overwrite)
-    manifest, missing = processes.from_first(plan)
-    shards = Shards(store.folder, num, manifest)
-    common = Request(**manifest["request"])
-    requests = []
-    for i, subject in enumerate(in_turn(subjects, num)):
-        requests.append(asking_for(common, subject).but(seed=request.seed + i))
-    generated = sum(len(shards.indices(shard)) for shard in missing)
+    if overwrite and part.count > 1:
+        raise ValueError("--overwrite would remove images of other parts: remove the folder, or give another --out")
+    shared = part.count > 1
+    shards = plan(engine, request, subjects, num, store, settings, overwrite=overwrite, shared=shared)
+    missing = shards.missing(engine.runner.image_size, range(part.index, shards.count, part.count))
+    if shared:
+        # no other part writes these
+        store.remove_temporary({shards.name(shard) for shard in missing})
+    existing = shards.num_written()
     start = time.perf_counter()
-    with _Progress(shards, progress and processes.rank == 0 and generated > 0) as bar:
-        _sample(engine, requests, shards, missing[processes.rank :: processes.size], bar)
-        processes.together(lambda: None)  # waits for all
+    with _Progress(shards, progress and len(missing) > 0) as bar:
+        generate(engine, shards, missing, shards.write, bar)
     seconds = time.perf_counter() - start
-    if processes.rank > 0:
-        return shards, manifest, {}
-    _wait_for_files(shards)
-    summary = summary_of(list(shards.stats()), generated, seconds)
-    return shards, manifest, summary | {"images_made": generated, "processes": processes.size}
+    written = shards.num_written()
+    if written < num:
+        return shards, None
+    summary = summary_of(list(shards.stats()), written - existing, seconds)
+    return shards, summary | {"processes": part.count}
 
 
-def _plan(
+def plan(
     engine: Engine,
     request: Request,
     subjects: Sequence[Subject],
     num: int,
-    store: Store,
+    store: Store | None,
     settings: dict,
-    overwrite: bool,
-) -> tuple[dict, list[int]]:
-    """Claims the folder and writes the manifest; returns the manifest, and the shards to be generated."""
+    *,
+    seeds: Sequence[int] | None = None,
+    overwrite: bool = False,
+    shared: bool = False,
+) -> Shards:
+    """Claims the folder and writes the manifest, or takes the one of an earlier run or, if `shared`, another process.
+
+    Without a store the shards have a manifest, and no folder. `seeds`: of the images, in place of request.seed + i.
+    Other arguments and errors as in `sample_shards`.
+    """
     for subject in dict.fromkeys(subjects):
         engine.check(asking_for(request, subject))
-    engine.check(request.but(seed=request.seed + num - 1))  # the largest seed
+    largest = max(seeds) if seeds else request.seed + num - 1
+    engine.check(request.but(seed=largest))
     checked = engine.check(request)
     manifest = {
         "schema": SCHEMA,
@@ -386,14 +383,79 @@ def _plan(
         "request": _common(checked),
         **settings,
     }
+    following = range(request.seed, request.seed + num)
+    if seeds and list(seeds) != list(following):
+        manifest["seeds"] = list(seeds)
+    if store is None:
+        manifest["request"] = _common(engine.resolve(checked))
+        return Shards(Path(), num, manifest)
     shards = Shards(store.folder, num, manifest)
-    names = [shards.name(shard) for shard in range(shards.count)]
-    earlier = store.claim(manifest, [*names, RECORD, GRID], overwrite)
-    # settings that a method chooses, such as the window, are those of the run that is resumed
-    choices = earlier_choices(checked.settings, earlier and earlier["request"])
-    manifest["request"] = _common(engine.resolve(checked.but(**choices)))
-    store.begin(manifest)
-    return manifest, shards.missing(engine.runner.image_size)
+    earlier = store.claim(manifest, shards.files(), overwrite, shared)
+    while True:
+        # settings that a method chooses, such as the window, are those of the run that is resumed
+        choices = earlier_choices(checked.settings, earlier and earlier["request"])
+        manifest["request"] = _common(engine.resolve(checked.but(**choices)))
+        if earlier and shared:
+            break
+        try:
+            store.begin(manifest)
+            break
+        except FileExistsError:  # another process began meanwhile
+            earlier = store.claim(manifest, shards.files(), shared=shared)
+    if shared:
+        store.release()
+    return shards
+
+
+def finish(shards: Shards) -> Store:
+    """Writes the list of a complete run's images and the grid; returns the folder, held until its `with` block ends.
+
+    Raises:
+        ValueError: images are missing, or another process holds the folder. OSError: the folder cannot be written.
+    """
+    lacking = shards.num - shards.num_written()
+    if lacking:
+        raise ValueError(
+            f"{shards.folder} lacks {lacking} of {shards.num} images: run the command that makes them again first"
+        )
+    store = shards_store(shards.folder)
+    store.claim(shards.manifest, shards.files())
+    store.begin(shards.manifest)
+    write_list(shards.folder, entries(shards))
+    write_grid(shards.folder, shards, shards.subjects())
+    return store
+
+
+def entries(shards: Shards) -> Iterator[dict]:
+    """Index, file, digest and request of each image."""
+    for index, request in enumerate(shards.requests(range(shards.num))):
+        settings = {name: value for name, value in request.to_dict().items() if value is not None}
+        yield {
+            "index": index,
+            "file": shards.name(index // SIZE),
+            "sha256": digest_of_pixels(shards[index]),
+            "request": settings,
+        }
+
+
+def digest_of_pixels(image: Tensor) -> str:
+    """SHA-256, in hexadecimal, of uint8 [3, H, W] in the order of rows, columns and colours, whatever the file."""
+    return hashlib.sha256(image.permute(1, 2, 0).numpy().tobytes()).hexdigest()
+
+
+def write_list(folder: Place, images: Iterable[dict]) -> None:
+    """Writes the list of a folder's images, as JSON lines. Raises OSError as `publishing`."""
+    with publishing(folder / LIST) as temporary, temporary.open("w") as file:
+        for entry in images:
+            file.write(json.dumps(entry) + "\n")
+
+
+def write_grid(folder: Place, images: Dataset, subjects: Sequence[Subject] | None) -> None:
+    """Writes the first images with their classes or prompts. Raises OSError as `publishing`."""
+    count = min(SHOWN, len(images))  # type: ignore[arg-type]
+    shown = [to_pil(images[i]) for i in range(count)]
+    captions = list(map(str, subjects[:SHOWN])) if subjects else [""] * count
+    write_png(folder / GRID, grid(shown, captions, min(COLUMNS, count)))
 
 
 def _common(request: Request) -> dict:
@@ -404,8 +466,16 @@ def _common(request: Request) -> dict:
     return settings
 
 
-def _sample(engine: Engine, requests: Sequence[Request], shards: Shards, todo: Sequence[int], bar: _Progress) -> None:
+def generate(
+    engine: Engine,
+    shards: Shards,
+    todo: Sequence[int],
+    write: Callable[[int, dict], object],
+    bar: _Progress | None = None,
+) -> None:
     """Generates the shards `todo`, in one stream so that the engine's slots stay full. Another thread writes them.
+
+    `write` takes the number of a shard and its `arrays_of`.
 
     The other thread uses no tensor. Once a second thread uses torch, OpenMP has more workers than cores and lets them
     sleep between products, and rounds on a CPU take longer.
@@ -414,7 +484,7 @@ def _sample(engine: Engine, requests: Sequence[Request], shards: Shards, todo: S
     finished: dict[int, dict[int, Output]] = defaultdict(dict)  # of each shard, by the index of the image
     writing: deque = deque()
     with ThreadPoolExecutor(1) as writer:
-        stream = engine.stream([requests[index] for index in order], on_progress=bar.watch)
+        stream = engine.stream(shards.requests(order), on_progress=bar.watch if bar else None)
         for position, output in stream:
             index = order[position]
             shard = index // SIZE
@@ -423,25 +493,17 @@ def _sample(engine: Engine, requests: Sequence[Request], shards: Shards, todo: S
             if len(finished[shard]) == len(indices):
                 outputs = finished.pop(shard)
                 arrays = arrays_of([outputs[i] for i in indices])
-                writing.append(writer.submit(shards.write, shard, arrays))
+                writing.append(writer.submit(write, shard, arrays))
             if len(writing) > WRITING:
                 writing.popleft().result()  # raises its errors
-            bar.unwritten = sum(map(len, finished.values()))
+            if bar:
+                bar.unwritten = sum(map(len, finished.values()))
         for each in writing:
             each.result()
 
 
-def _wait_for_files(shards: Shards) -> None:
-    """Waits until this machine sees the shards of others."""
-    end = time.monotonic() + LAG
-    while shards.num_written() < shards.num:
-        if time.monotonic() > end:
-            raise OSError(f"{shards.folder} lacks images of other processes: give a folder that all machines share")
-        time.sleep(1)
-
-
 class _Progress:
-    """A progress bar over the images of all processes: those in shards, and this process's unwritten ones."""
+    """A progress bar over the images of all parts: those in shards, and this process's unwritten ones."""
 
     def __init__(self, shards: Shards, shown: bool) -> None:
         self.unwritten = 0
@@ -457,8 +519,9 @@ class _Progress:
         self._fractions[request] = fraction
         if fraction == 1:
             del self._fractions[request]
-        # counting the shards lists a folder: once a second is enough
-        if time.monotonic() > self._last_shown + 1:
+        # counting the shards lists a folder
+        pause = RARELY if isinstance(self._shards.folder, Remote) else 1
+        if time.monotonic() > self._last_shown + pause:
             self._show()
 
     def _show(self) -> None:

@@ -394,7 +394,7 @@ def _inputs(device: torch.device) -> tuple[Head, Tensor, Tensor, Tensor]:
 def ar_tokens(device: torch.device) -> Tensor:
     """A full chain of a few steps."""
     head, z, ones, numbers = _inputs(device)
-    draw = chain.drawing(head, philox_noise, 6, Precision("fp32", device), first_timestep=950)
+    draw = chain.drawing(head, philox_noise, head.schedule(6, 950), Precision("fp32", device))
     return draw(z, ones, ones, numbers, numbers)
 
 
@@ -403,7 +403,7 @@ def calibrated_tokens(device: torch.device) -> Tensor:
     engine = bundled("MAR", 1, device)
     request = engine.resolve(Request(0, method="calibrated"))
     segments = engine.runner.tuning.calibrations["target"].segments(request)
-    draw = calibrated.drawing(head, philox_noise, segments, STEPS, Precision("fp32", device))
+    draw = calibrated.drawing(head, philox_noise, segments, head.schedule(STEPS), Precision("fp32", device))
     return draw(z, ones, ones, numbers, numbers)
 
 
@@ -411,7 +411,7 @@ def speculative_tokens(device: torch.device) -> Tensor:
     head, z, ones, numbers = _inputs(device)
     fitted = bundled_calibration(device)
     table = torch.from_numpy(draft_table(fitted.coefficients, fitted.drift, STEPS, 8, 1.0)).to(device)
-    chains = Chains(head, table, Precision("fp32", device), philox_noise)
+    chains = Chains(head, head.schedule(STEPS), table, Precision("fp32", device), philox_noise)
     chains.start(range(3), numbers, numbers, numbers, z, ones, ones)
     tokens = torch.zeros(3, head.channels, device=device)
     while chains.owners:

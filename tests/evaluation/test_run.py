@@ -6,16 +6,13 @@ import dataclasses
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from evaluations import METRICS, NUM, OPTIONS, SEED, arguments, evaluate, images_of, near, report_of, stamps, whole_run  # noqa: F401 - fixtures
-from launching import environment, free_port, kill_all, start, two_processes, wait_until
+from launching import kill_all, start, two_processes, wait_until
 from PIL import Image
 from stores import small_checkpoint, small_vq_checkpoint
 
@@ -23,7 +20,6 @@ import cspd
 from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
 from cspd.cli.evaluate import format_evaluation
-from cspd.evaluation import run as evaluation_run
 from cspd.evaluation.run import EXPLODED, SIZE, Shards, arrays_of
 from cspd.request import to_uint8
 from cspd.runs import LOCK
@@ -225,7 +221,7 @@ def test_bad_settings_are_refused_before_anything_is_sampled(options, hint, tmp_
 
 @pytest.mark.slow
 def test_killed_processes_lose_only_unfinished_images(whole, tmp_path):
-    """The run is resumed by two processes, and its copy by one."""
+    """The run is resumed by two processes, one of which measures, and its copy by one."""
     out, copy, log = tmp_path / "killed", tmp_path / "copy", tmp_path / "log"
     run = start(arguments(out), log, two_processes())
     try:
@@ -247,52 +243,14 @@ def test_killed_processes_lose_only_unfinished_images(whole, tmp_path):
     for folder, size in ((out, 2), (copy, 1)):
         assert finished.items() <= stamps(folder).items()
         sampling = report_of(folder)["sampling"]
-        assert sampling["processes"] == size and sampling["images_made"] == NUM - existing
+        assert sampling["processes"] == size
+        # the other process may have written a shard before this one began
+        assert 0 < sampling["images_made"] <= NUM - existing
         files = [path for path in folder.iterdir() if path.name != LOCK]
-        assert sorted(path.suffix for path in files) == [".json", ".json", *[".npz"] * 4, ".png"]
+        assert sorted(path.suffix for path in files) == [".json", ".json", ".jsonl", *[".npz"] * 4, ".png"]
         assert np.abs(images_of(folder) - images_of(whole)).max() <= 1
         assert Shards(folder, NUM).subjects() == shards.subjects()
         assert near(report_of(folder), report_of(whole))
-
-
-TOGETHER = """
-import os, runpy, sys
-Processes = runpy.run_path(sys.argv[1])["Processes"]  # alone: all of cspd takes seconds to import
-
-def fail():
-    if processes.rank == 1:
-        raise ValueError("one is bad")
-
-def die():
-    if processes.rank == 1:
-        os.kill(os.getpid(), 9)
-
-with Processes() as processes:
-    print(processes.from_first(lambda: processes.rank + 5), processes.together(lambda: processes.rank + 5), flush=True)
-    for work in (fail, die):
-        try:
-            processes.together(work)
-        except (SystemExit, ValueError, OSError) as error:
-            print(type(error).__name__, error, flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_no_process_waits_for_one_that_failed():
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", TOGETHER, evaluation_run.__file__],
-            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **shared),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [run.communicate(timeout=60)[0].splitlines() for run in runs]
-    assert outputs[0][:2] == ["5 5", "SystemExit 2"] and outputs[1] == ["5 6", "ValueError one is bad"]
-    assert outputs[0][2].startswith("OSError another process of this run is gone")
-    assert runs[1].returncode == -signal.SIGKILL
 
 
 def test_damaged_files_are_noticed_and_generated_again(whole, capsys):

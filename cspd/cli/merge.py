@@ -1,0 +1,211 @@
+"""`cspd merge`: the images of a run in shards as PNGs, an .npz or tars. `cspd verify`: whether images are whole."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import os
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from operator import itemgetter
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from cspd.evaluation.images import GRID, LIST, RECORD, check_npz, export_npz, file_name, listed_images
+from cspd.evaluation.run import (
+    MANIFEST,
+    SIZE,
+    Shards,
+    digest_of_pixels,
+    finish,
+    run_in,
+    write_grid,
+    write_list,
+)
+from cspd.files import Place, digest_of, place_of, publishing, write_bytes
+from cspd.request import Request, png_of, to_pil
+from cspd.runs import Store, missing_files
+
+# Images in other files than shards.
+
+MERGED = "merged.json"  # the record of such a folder
+SCHEMA = "cspd.merged/1"
+IN_A_TAR = 1000
+NO_TIME = 0.0  # of a tar's members: the same images make the same file
+Write = Callable[[Place, list[dict], Shards], None]
+
+
+def run_merge(args: argparse.Namespace) -> None:
+    shards = run_in(place_of(args.folder))
+    if args.npz:
+        check_npz(args.npz)
+    if args.tar:
+        _writer_of_tars()  # raises now if the library is missing
+    with finish(shards):
+        wrote = [f"{shards.folder / LIST} (settings, digests)", f"{shards.folder / GRID}"]
+        if args.npz:
+            export_npz(shards, args.npz)
+            wrote.append(f"{args.npz} (for ADM's evaluator)")
+        images = listed_images(shards.folder) if args.png or args.tar else []
+        if args.png:
+            wrote.append(_merge_into(place_of(args.png), images, shards, "PNGs", _png_name, SIZE, _write_pngs))
+        if args.tar:
+            wrote.append(_merge_into(place_of(args.tar), images, shards, "tars", _tar_name, IN_A_TAR, _write_tar))
+    print(f"wrote {', '.join(wrote)}")
+
+
+def _merge_into(
+    folder: Place,
+    images: Sequence[dict],
+    shards: Shards,
+    kind: str,
+    name_of: Callable[[dict], str],
+    at_once: int,
+    write: Write,
+) -> str:
+    """Writes those files of a folder that are not there and whole; returns what it wrote, for people.
+
+    Args:
+        images: the entries of all images. name_of: the file of an image. at_once: images that a thread writes.
+    """
+    images = [{**image, "file": name_of(image)} for image in images]
+    files = {file: list(group) for file, group in groupby(images, itemgetter("file"))}
+    record = {"schema": SCHEMA, "images": len(images), "run": digest_of({}, shards.manifest)}
+    with Store(folder, MERGED, SCHEMA, {"images": int, "run": str}) as store:
+        earlier = store.claim(record, [*files, LIST, GRID])
+        store.begin(record)
+        missing = set(files)
+        if earlier:
+            missing = set(missing_files(folder, files, lambda name: not _damage(folder, name, files[name])))
+        chunks = [images[start : start + at_once] for start in range(0, len(images), at_once)]
+        todo = [chunk for chunk in chunks if any(image["file"] in missing for image in chunk)]
+        with (
+            tqdm(total=len(images), desc=kind, unit=" image") as bar,
+            # compressing a PNG lets other threads run
+            ThreadPoolExecutor(os.cpu_count()) as pool,
+        ):
+            bar.update(len(images) - sum(map(len, todo)))
+            for count in pool.map(lambda chunk: _written(write, folder, chunk, missing, shards), todo):
+                bar.update(count)
+        write_list(folder, images)
+        write_grid(folder, shards, shards.subjects())
+    return f"{len(files)} {kind} in {folder}/"
+
+
+def _written(write: Write, folder: Place, chunk: list[dict], missing: set[str], shards: Shards) -> int:
+    write(folder, [image for image in chunk if image["file"] in missing], shards)
+    return len(chunk)
+
+
+def _png_name(image: dict) -> str:
+    return file_name(image["index"], Request(**image["request"]))
+
+
+def _write_pngs(folder: Place, images: list[dict], shards: Shards) -> None:
+    for image in images:
+        content = png_of(to_pil(shards[image["index"]]))
+        write_bytes(folder / image["file"], content)
+
+
+def _tar_name(image: dict) -> str:
+    return f"{image['index'] // IN_A_TAR:05d}.tar"
+
+
+def _write_tar(folder: Place, images: list[dict], shards: Shards) -> None:
+    """Writes a tar with a PNG and its entry for each image, which have one key."""
+    writer_of = _writer_of_tars()
+    with publishing(folder / images[0]["file"]) as temporary:
+        with temporary.open("wb") as file, writer_of(file, mtime=NO_TIME) as writer:
+            for image in images:
+                content = png_of(to_pil(shards[image["index"]]))
+                writer.write({"__key__": f"{image['index']:08d}", "png": content, "json": image})
+
+
+def _writer_of_tars() -> Callable:
+    try:
+        from webdataset import TarWriter
+    except ModuleNotFoundError:
+        raise ValueError("--tar needs webdataset: pip install 'cspd[webdataset]'") from None
+    return TarWriter
+
+
+# Whether images are whole.
+
+SHOWN = 20  # damaged files that are printed
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    folder = place_of(args.folder)
+    images = listed_images(folder)
+    is_run = (folder / MANIFEST).exists()
+    if not images and not is_run:
+        raise ValueError(f"{folder} has no {MANIFEST}, {LIST} or {RECORD}: give a folder that cspd has written")
+    wrong: dict[str, str] = {}
+    if is_run:
+        shards = run_in(folder)
+        for shard in tqdm(range(shards.count), desc="shards", unit=" shard"):
+            if not shards.is_whole(shard):
+                wrong[shards.name(shard)] = "missing, damaged, or of another run"
+        images = images or [{}] * shards.num
+    if all(images):
+        for file, group in groupby(tqdm(images, desc="digests", unit=" image"), itemgetter("file")):
+            damage = _damage(folder, file, list(group))
+            if damage:
+                wrong.setdefault(file, damage)
+    for file, damage in list(wrong.items())[:SHOWN]:
+        print(f"{folder / file}: {damage}")
+    if wrong:
+        print(f"{len(wrong)} files of {folder}/ are wrong")
+        return 1
+    print(f"all {len(images)} images in {folder}/ are whole")
+    return 0
+
+
+def _damage(folder: Place, file: str, images: list[dict]) -> str | None:
+    """What is wrong with a file of these images, or None."""
+    try:
+        with (folder / file).open("rb") as opened:
+            content = opened.read()
+        found = [hashlib.sha256(content).hexdigest()]
+        if found != [image.get("sha256") for image in images]:  # the record of `cspd sample` has digests of files
+            found = [digest_of_pixels(image) for image in _images_in(file, content)]
+    except FileNotFoundError:
+        return "missing"
+    except Exception:  # the readers of a damaged file raise almost anything
+        return "damaged"
+    expected = [image["sha256"] for image in images]
+    if found == expected:
+        return None
+    if len(found) != len(expected):
+        return f"has {len(found)} images, not {len(expected)}"
+    first = next(image for image, digest in zip(images, found) if digest != image["sha256"])
+    return f"image {first['index']} is damaged, or another one"
+
+
+def _images_in(file: str, content: bytes) -> Iterator[Tensor]:
+    """uint8 [3, H, W] of each image in a PNG, tar or shard."""
+    opened = io.BytesIO(content)
+    if file.endswith(".npz"):
+        with np.load(opened) as arrays:
+            for pixels in arrays["images"]:
+                yield torch.from_numpy(pixels).permute(2, 0, 1)
+    elif file.endswith(".tar"):
+        with tarfile.open(fileobj=opened) as archive:
+            for member in archive:
+                content = archive.extractfile(member).read()  # type: ignore[union-attr]
+                if member.name.endswith(".png"):
+                    yield _pixels(content)
+    else:
+        yield _pixels(content)
+
+
+def _pixels(png: bytes) -> Tensor:
+    with Image.open(io.BytesIO(png)) as image:
+        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)

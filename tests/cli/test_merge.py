@@ -1,0 +1,283 @@
+"""Runs in parts: `cspd sample --shard`, `cspd merge`, `cspd verify`, and object stores."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import fsspec
+import numpy as np
+import pytest
+import webdataset
+from launching import kill_all, start, wait_until
+from PIL import Image
+from stores import small_checkpoint
+
+import cspd
+from cspd.cli import main
+from cspd.evaluation.images import LIST, ImageFolder, prompts_of
+from cspd.evaluation.run import MANIFEST, SIZE, run_in, shards_store
+from cspd.files import Remote, publishing, write_json
+from cspd.request import to_uint8
+
+NUM = 40  # two shards of 16 images, and one of 8
+SETTINGS = ["--method", "ar", "--num-iter", "2", "--num-sampling-steps", "5", "--cfg", "1", "--max-batch", "4"]
+LABELS = ["--labels", "3,7,none", "--seed", "5", "--num", str(NUM), "--device", "cpu"]
+
+
+def sample(out, *more):
+    return main(["sample", "--checkpoint", small_checkpoint(), *SETTINGS, *LABELS, "--out", str(out), *more])
+
+
+def images_listed(folder):
+    return [json.loads(line) for line in (folder / LIST).read_text().splitlines()]
+
+
+def digests(folder):
+    return [image["sha256"] for image in images_listed(folder)]
+
+
+def stamps(out):
+    return {path.name: path.stat().st_mtime_ns for path in out.glob("0*")}
+
+
+@pytest.fixture(scope="module", name="whole")
+def whole_run(tmp_path_factory):
+    """Made by three parts, in any order."""
+    out = tmp_path_factory.mktemp("whole")
+    for part in ("2/3", "0/3", "1/3"):
+        assert sample(out, "--shard", part) == 0
+    return out
+
+
+def test_any_number_of_parts_make_the_same_images(whole, tmp_path):
+    assert sample(tmp_path, "--shard", "0/1") == 0
+    assert images_listed(tmp_path) == images_listed(whole)
+    engine = cspd.load(small_checkpoint(), max_batch=4, device="cpu")
+    some = {0: 3, 20: None, 22: 7, 39: 3}
+    settings = {"method": "ar", "num_iter": 2, "num_sampling_steps": 5, "cfg": 1.0}
+    outputs = engine.generate([cspd.Request(label, 5 + i, **settings) for i, label in some.items()])
+    shards = run_in(whole)
+    for index, output in zip(some, outputs):
+        assert np.abs(shards[index].numpy().astype(int) - to_uint8(output.image).numpy()).max() <= 1
+    assert shards.subjects()[:4] == [3, 7, None, 3]
+    listed = images_listed(whole)
+    assert [image["request"]["seed"] for image in listed] == list(range(5, 5 + NUM))
+    assert "label" not in listed[2]["request"] and listed[1]["request"]["label"] == 7
+
+
+def test_a_part_makes_its_missing_shards_and_no_others(whole, tmp_path, capsys):
+    out = shutil.copytree(whole, tmp_path / "out")
+    before = stamps(out)
+    (out / "00001.npz").write_bytes(b"damaged")
+    (out / "00002.npz").unlink()
+    assert sample(out, "--shard", "1/3") == 0
+    assert "00001.npz" in capsys.readouterr().err
+    assert not (out / "00002.npz").exists()
+    assert main(["merge", str(out)]) == 2  # what does not exist cannot be merged
+    assert sample(out, "--shard", "2/3") == 0
+    after = stamps(out)
+    assert after["00000.npz"] == before["00000.npz"] and digests(out) == digests(whole)
+
+
+def test_parts_with_other_settings_or_of_no_run_are_refused(whole, tmp_path, capsys, monkeypatch):
+    before = stamps(whole)
+    for more in (["--temperature", "0.9"], ["--overwrite"], ["--heatmap"]):
+        assert sample(whole, "--shard", "0/2", *more) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert more[0].removeprefix("--") in error
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    assert sample(tmp_path / "out", "--shard", "0/2") == 2
+    assert not (tmp_path / "out").exists() and stamps(whole) == before
+
+
+@pytest.mark.parametrize("wrong", ["3/3", "a/2", "1", "-1/2", "1/0"])
+def test_a_part_is_a_number_below_their_number(wrong):
+    with pytest.raises(SystemExit):
+        main(["sample", f"--shard={wrong}"])
+
+
+@pytest.mark.slow
+def test_a_part_that_dies_ends_no_other(whole, tmp_path):
+    """Two parts start at the same time, and one of them is killed; the same command makes what it lost."""
+    out, log = tmp_path / "out", tmp_path / "log"
+    command = ["sample", "--checkpoint", small_checkpoint(), *SETTINGS, *LABELS, "--out", str(out), "--shard"]
+    parts = [start([*command, f"{i}/2"], log) for i in range(2)]
+    wait_until(lambda: (out / MANIFEST).exists())
+    kill_all(parts[0])
+    assert parts[1].wait(timeout=100) == 0, log.read_text()
+    before = stamps(out)
+    assert "00001.npz" in before
+    assert sample(out, "--shard", "0/2") == 0
+    assert stamps(out).items() >= before.items() and digests(out) == digests(whole)
+
+
+# ---- Other files
+
+
+@pytest.fixture(scope="module", name="merged")
+def merged_run(whole, tmp_path_factory):
+    out = tmp_path_factory.mktemp("merged")
+    arguments = ["--png", str(out / "png"), "--tar", str(out / "tar"), "--npz", str(out / "all.npz")]
+    assert main(["merge", str(whole), *arguments]) == 0
+    return out
+
+
+def test_merged_files_have_the_images_of_the_run(whole, merged):
+    pixels = np.stack([run_in(whole)[i].permute(1, 2, 0).numpy() for i in range(NUM)])
+    with np.load(merged / "all.npz") as file:
+        assert (file["arr_0"] == pixels).all()
+    folder = ImageFolder(merged / "png")
+    assert folder.files[1].name == "00001_label7_seed6.png"
+    assert all((folder[i].permute(1, 2, 0).numpy() == pixels[i]).all() for i in range(NUM))
+    tars = webdataset.WebDataset(str(merged / "tar" / "00000.tar"), shardshuffle=False).decode("rgb8")
+    for i, found in enumerate(tars):
+        assert (found["png"] == pixels[i]).all()
+        assert found["json"]["request"] == images_listed(whole)[i]["request"]
+    assert i == NUM - 1
+    assert digests(merged / "png") == digests(merged / "tar") == digests(whole)
+    assert prompts_of(folder) is None and Image.open(merged / "tar" / "grid.png").width > 600
+
+
+def test_merging_again_writes_what_is_missing(whole, merged, tmp_path):
+    out = shutil.copytree(merged, tmp_path / "out")
+    before = stamps(out / "png")
+    name = sorted(before)[17]
+    (out / "png" / name).unlink()
+    tar = (out / "tar" / "00000.tar").read_bytes()
+    (out / "tar" / "00000.tar").write_bytes(tar[: len(tar) // 2])
+    arguments = ["--png", str(out / "png"), "--tar", str(out / "tar")]
+    assert main(["merge", str(whole), *arguments]) == 0
+    after = stamps(out / "png")
+    assert [each for each in before if after[each] != before[each]] == [name]
+    assert (out / "tar" / "00000.tar").read_bytes() == tar
+
+
+def test_merging_replaces_no_file_of_others(whole, tmp_path, capsys):
+    theirs = tmp_path / "00000.tar"
+    theirs.write_text("somebody's")
+    assert main(["merge", str(whole), "--tar", str(tmp_path)]) == 2
+    assert "00000.tar" in capsys.readouterr().err.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["00000.tar"] and theirs.read_text() == "somebody's"
+
+
+def test_tars_need_webdataset(whole, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "webdataset", None)
+    assert main(["merge", str(whole), "--tar", str(tmp_path / "tar")]) == 2
+    assert "cspd[webdataset]" in capsys.readouterr().err and not (tmp_path / "tar").exists()
+
+
+# ---- Whether images are whole
+
+
+def swapped(path):
+    """Another image with the same name, whose file is not damaged."""
+    other = path.with_name(sorted(each.name for each in path.parent.glob(f"0*{path.suffix}"))[0])
+    shutil.copy(other, path)
+
+
+def cut(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+@pytest.mark.parametrize("kind", ["shards", "png", "tar", "samples"])
+def test_verify_checks_every_image(kind, whole, merged, tmp_path, capsys):
+    source = {"shards": whole, "png": merged / "png", "tar": merged / "tar"}.get(kind)
+    folder = tmp_path / "folder"
+    if source:
+        shutil.copytree(source, folder)
+    else:
+        assert sample(folder, "--num", "3") == 0
+    assert main(["verify", str(folder)]) == 0
+    name = sorted(path.name for path in folder.glob("0*"))[-1]
+    content = (folder / name).read_bytes()
+    changes = [cut, lambda path: path.unlink()]
+    if kind != "tar":  # there is only one
+        changes.append(swapped)
+    for change in changes:
+        change(folder / name)
+        capsys.readouterr()
+        assert main(["verify", str(folder)]) == 1
+        assert name in capsys.readouterr().out
+        (folder / name).write_bytes(content)
+    assert main(["verify", str(folder)]) == 0
+    assert main(["verify", str(tmp_path)]) == 2
+
+
+# ---- Object stores
+
+
+@pytest.fixture
+def store():
+    url = "memory://bucket/run"
+    yield url
+    fsspec.filesystem("memory").rm("/bucket", recursive=True)
+
+
+def test_a_run_in_an_object_store(whole, store, tmp_path, capsys):
+    """Its parts, its manifest, its list and its grid; a damaged file is made again, a file of others stays."""
+    assert sample(store, "--shard", "1/2") == 0
+    assert "16 of 40" in capsys.readouterr().out
+    with fsspec.open(f"{store}/00001.npz", "wb") as file:
+        file.write(b"damaged")
+    assert sample(store, "--shard", "0/2") == 2  # it is the last part, and a file of the other one is damaged
+    assert "00001.npz" in capsys.readouterr().err.splitlines()[-1]
+    assert sample(store, "--shard", "1/2") == 0
+    listed = (Remote(store) / LIST).read_text().splitlines()
+    assert [json.loads(line)["sha256"] for line in listed] == digests(whole)
+    assert main(["verify", store]) == 0
+    assert main(["merge", store, "--png", str(tmp_path / "png"), "--tar", "memory://bucket/tar"]) == 0
+    assert digests(tmp_path / "png") == digests(whole)
+    assert main(["verify", "memory://bucket/tar"]) == 0
+    assert sample(store, "--shard", "0/2", "--temperature", "0.9") == 2
+    (Remote("memory://bucket/other") / "grid.png").create(b"somebody's")
+    assert sample("memory://bucket/other") == 2
+    assert "grid.png" in capsys.readouterr().err.splitlines()[-1]
+    assert fsspec.filesystem("memory").cat("/bucket/other/grid.png") == b"somebody's"
+
+
+def test_a_whole_run_needs_no_flag_for_an_object_store(whole, store):
+    assert sample(store) == 0
+    assert len(run_in(Remote(store)).subjects()) == NUM
+
+
+def test_files_of_a_folder_can_be_named_by_a_url(whole, tmp_path):
+    assert sample(f"file://{tmp_path}/out", "--shard", "0/1") == 0
+    assert digests(tmp_path / "out") == digests(whole)
+
+
+def test_of_two_parts_that_begin_at_once_one_writes_the_manifest(store):
+    """The other one learns of it, and takes its choices."""
+    manifest = {"schema": "cspd.shards/1", "images": 1, "seed": 0, "labels": [0], "request": {"window": 4}}
+    first, second = shards_store(Remote(store)), shards_store(Remote(store))
+    for each in (first, second):
+        assert each.claim(manifest, ["00000.npz"], shared=True) is None
+    first.begin(manifest)
+    with pytest.raises(FileExistsError):
+        second.begin(manifest)
+    open_window = {**manifest, "request": {"window": None}}
+    assert second.claim(open_window, ["00000.npz"], shared=True)["request"] == {"window": 4}
+
+
+def test_a_file_in_an_object_store_is_written_whole_or_not_at_all(store):
+    file = Remote(store) / "a.json"
+    write_json(file, {"a": 1})
+    with pytest.raises(KeyError):
+        with publishing(file) as temporary:
+            temporary.write_text("half")
+            raise KeyError
+    assert json.loads(file.read_text()) == {"a": 1}
+    assert [path.name for path in Remote(store).glob("*")] == ["a.json"]
+
+
+def test_an_unknown_store_is_an_error_of_one_line(capsys):
+    assert sample("nonsense://bucket/run") == 2
+    assert "nonsense" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_shard_has_sixteen_images():
+    """Resuming depends on it."""
+    assert SIZE == 16
