@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import standin
+from causals import CausalGolden
 from toys import SMALL, toy_mar, toy_models
 
 import cspd.checkpoints  # noqa: F401  imports every family, which registers its methods
-from cspd import Engine, MARModels, Output, Request, VQModels
+from cspd import CausalModels, Engine, MARModels, Output, Request, VQModels
 from cspd.method import METHODS, Method, find
 
 QUICK = {  # values of options by family, then of methods that take no such values
     "MAR": SMALL | {"num_iter": 2, "num_sampling_steps": 3},
     "VQ": {"window": 6, "gamma": 2},
+    "causal": {"num_sampling_steps": 4, "head_calls": 4, "window": 2},
     "MAR gtr": {"num_iter": 4},
     "VQ speculative": {"draft": "jacobi"},
     "VQ sjd-pac": {"pd_k": 2, "pd_d": 2},
 }
-COMMON = {"MAR": ["num_iter", "num_sampling_steps"], "VQ": []}
+COMMON = {"MAR": ["num_iter", "num_sampling_steps"], "VQ": [], "causal": ["num_sampling_steps"]}
 NAMES = [f"{method.family} {method.name}" for method in METHODS]
 
 
@@ -31,13 +33,18 @@ def requests_of(name: str, num: int, **subject: object) -> list[Request]:
     return [Request(seed=seed, **subject, **settings) for seed in range(num)]
 
 
-def models_of(name: str) -> MARModels | VQModels:
+def models_of(name: str) -> MARModels | VQModels | CausalModels:
+    if name.startswith("causal"):
+        golden = CausalGolden("sphere")
+        return CausalModels(golden.model, golden.vae)
     if name.startswith("VQ"):
         return VQModels(**toy_models(codes=11, length=9))
     return MARModels(toy_mar(), toy_mar(2))
 
 
-def traced(models: MARModels | VQModels, requests: list[Request], **settings: object) -> tuple[list[Output], int]:
+def traced(
+    models: MARModels | VQModels | CausalModels, requests: list[Request], **settings: object
+) -> tuple[list[Output], int]:
     """Outputs on the stand-in, and the number of calls of what torch.compile returned."""
     with standin.cuda() as gpu:
         engine = Engine(models, max_batch=2, device=standin.DEVICE, graphs=False, **settings)

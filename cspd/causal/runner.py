@@ -54,6 +54,7 @@ class CausalRunner:
     """
 
     family = "causal"
+    compiled = False  # torch.compile takes speculative passes only
 
     def __init__(
         self,

@@ -265,10 +265,15 @@ LEAST_LEADING = 0.25
 
 
 def _checked() -> dict[str, list[str]]:
-    """By family, all methods with the options that would depend on the device, and a combination that is timed."""
+    """By family, all methods with the options that would depend on the device, and a combination that is timed.
+
+    The third family has no bundled model.
+    """
     found: dict[str, list[str]] = {"MAR": ["lazymar:denoiser=calibrated"], "VQ": []}
     chosen = {"MAR": "speculative:window=8", "VQ": "speculative:window=8:draft=jacobi"}
     for method in METHODS:
+        if method.family not in found:
+            continue
         found[method.family].append(chosen[method.family] if method.name == "speculative" else method.name)
     return found
 
@@ -410,7 +415,7 @@ def calibrated_tokens(device: torch.device) -> Tensor:
 def speculative_tokens(device: torch.device) -> Tensor:
     head, z, ones, numbers = _inputs(device)
     fitted = bundled_calibration(device)
-    table = torch.from_numpy(draft_table(fitted.coefficients, fitted.drift, STEPS, 8, 1.0)).to(device)
+    table = torch.from_numpy(draft_table(fitted.coefficients, fitted.drift, head.schedule(STEPS), 8, 1.0)).to(device)
     chains = Chains(head, head.schedule(STEPS), table, Precision("fp32", device), philox_noise)
     chains.start(range(3), numbers, numbers, numbers, z, ones, ones)
     tokens = torch.zeros(3, head.channels, device=device)
