@@ -468,7 +468,7 @@ def speed_line(summary: Mapping, at_once: int) -> str | None:
     line = f"no speed-up with {at_once} {noun} at once on this device"
     if speedup < 1 / WORTH:
         line = f"{faster}: {line}"
-    return line + _advice(summary["alternative"])
+    return line + _advice(summary.get("alternative"))
 
 
 def _advice(other: Mapping | None) -> str:

@@ -236,7 +236,7 @@ class StandIn(TorchDispatchMode):
         leaves, tree = tree_flatten((args, kwargs))
         key = operation, tree, *map(_described, leaves)
         if key not in TRACED:
-            with FAKES:
+            with _fakes():
                 fake_args, fake_kwargs = tree_map_only(Tensor, _fake, (args, kwargs))
                 try:
                     traced = operation(*fake_args, **fake_kwargs)
@@ -269,7 +269,7 @@ class StandIn(TorchDispatchMode):
             with _disable_current_modes():
                 fake_args, fake_kwargs = copy.deepcopy((args, kwargs))
                 # the compiler saves the state of a generator, if there is a GPU
-                with FAKES, mock.patch.object(torch.cuda, "is_available", lambda: False):
+                with _fakes(), mock.patch.object(torch.cuda, "is_available", lambda: False):
                     traced(*fake_args, **fake_kwargs)
             return function(*args, **kwargs)
 
@@ -340,14 +340,19 @@ class Described(NamedTuple):
     device: torch.device
 
 
-FAKES = FakeTensorMode()
+@functools.cache
+def _fakes() -> FakeTensorMode:
+    """Made at its first use, since it imports Triton."""
+    return FakeTensorMode()
+
+
 TRACED: dict[tuple, list | None] = {}  # what comes out, by an operation and what goes in
 
 
 def _fake(tensor: Tensor) -> Tensor:
     with _disable_current_modes():
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        return FakeTensor(FAKES, meta, tensor.device)
+        return FakeTensor(_fakes(), meta, tensor.device)
 
 
 def _described(value: Any) -> Any:

@@ -303,7 +303,7 @@ def test_records_have_the_flags(policy, tmp_path):
     with standin.cuda():
         engine = Engine(models, max_batch=1, device=standin.DEVICE, precision=policy)
         record = sample_to_folder(engine, [Request(1, method="ar")], tmp_path, {}, progress=False)
-        found = _matmul(Settings(standin.DEVICE, TINY, tmp_path), policy)
+        found = _matmul(Settings(standin.DEVICE, TINY), policy)
         for each in (record["machine"], engine.describe(), found):
             assert each["matmul_precision"] == ("tf32" if policy == "tf32" else "ieee")
             assert each["bf16_reduction"] is False

@@ -199,7 +199,7 @@ def test_decoding_does_not_use_a_stream_of_graphs():
         for each in runs:
             each.run("double", double, torch.ones(3, device=standin.DEVICE))
         taken = set(graphs._taken)
-        engines = [Engine(MARModels(toy_mar()), max_batch=1, device="cuda:0", graphs=False) for _ in range(2)]
+        engines = [Engine(MARModels(toy_mar()), max_batch=1, device=standin.DEVICE, graphs=False) for _ in range(2)]
         assert engines[0]._finisher._stream not in taken
         (output,) = engines[1].generate([Request(1, 1, "ar", num_iter=2, first_timestep=950)])  # decodes between rounds
         assert output.error is None
@@ -224,7 +224,7 @@ def test_captures_are_counted(monkeypatch):
 
 def test_bench_reports_captures():
     with standin.cuda():
-        engine = Engine(MARModels(toy_mar()), max_batch=1, device="cuda:0")
+        engine = Engine(MARModels(toy_mar()), max_batch=1, device=standin.DEVICE)
         request = Request(1, 1, "ar", num_iter=2, num_sampling_steps=4, first_timestep=950)
         report = bench(engine, [request], [1], [], [], [], runs=1, queued=None, accuracy=None)
     assert len(report["captures"]) == 1

@@ -46,7 +46,7 @@ from cspd.kernels import head as kernels_head
 from cspd.kernels import philox, speculative
 
 INTERPRETED = Path(__file__).parent / "kernels"
-CUDA = torch.device("cuda", 0)
+CUDA = standin.DEVICE
 NUM_STEPS = 100
 
 
@@ -119,9 +119,9 @@ def test_an_engine_computes_without_kernels_that_do_not_run(gpu, expected):
     request, own = Request(1, 1, "ar", **MAR), models("MAR")
     gpu(9, 0, run=FAULTS[expected])
     with pytest.warns(UserWarning, match=f"{expected}.*{kernels.SWITCH}") as caught:
-        engine = Engine(own, max_batch=1, device="cuda:0", graphs=False)
+        engine = Engine(own, max_batch=1, device=CUDA, graphs=False)
         (output,) = engine.generate([request])
-        Engine(own, max_batch=1, device="cuda:0", graphs=False)
+        Engine(own, max_batch=1, device=CUDA, graphs=False)
     assert sum(kernels.SWITCH in str(warning.message) for warning in caught) == 1
     assert output.error is None and output.tokens.isfinite().all()
 
@@ -132,7 +132,7 @@ import standin
 import torch
 from cspd import kernels
 
-device = torch.device("cuda", 0)
+device = standin.DEVICE
 with standin.cuda(), warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     torch.cuda.get_device_capability = lambda device: (9, 0)

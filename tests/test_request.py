@@ -251,9 +251,9 @@ def test_a_gpu_that_this_torch_was_not_built_for(monkeypatch):
         with pytest.warns(UserWarning, match="CPU"):
             assert pick_device("auto").type == "cpu"
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 1))
-        assert pick_device("auto") == standin.DEVICE
+        assert pick_device("auto") == torch.device("cuda", 0)
         patch.setattr(torch.cuda, "get_arch_list", lambda: ["gfx90a"])  # of ROCm
-        assert pick_device("auto") == standin.DEVICE
+        assert pick_device("auto") == torch.device("cuda", 0)
 
 
 def test_memory_of_windows(monkeypatch):

@@ -223,7 +223,6 @@ def _sample(parser: Parser) -> None:
     parser.epilog = (
         "examples:\n"
         "  cspd sample --labels 3 --out three/\n"
-        "  cspd sample --like three/00000_label3_seed0.png --seed 1 --out another/\n"
         "  cspd sample --checkpoint emoji64 --labels faces,flags --num 20 --method calibrated --out emoji/\n"
         '  cspd sample --checkpoint emoji64_text --prompt "a red heart" --num 8 --out hearts/'
     )

@@ -121,5 +121,5 @@ def test_a_saved_and_an_official_checkpoint_sample_the_same_image(golden, engine
     settings = {"num_sampling_steps": STEPS, "seed": 4, "cfg": 3.0}
     (expected,) = engine.sample(3, method="ar", **settings)
     with cspd.load(folder, device="cpu") as loaded:
-        (output,) = loaded.sample(3, method="ar", **settings)
+        output = loaded.sample(3, method="ar", **settings)
     assert torch.equal(output.tokens, expected.tokens) and torch.equal(output.image, expected.image)
