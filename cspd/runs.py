@@ -49,6 +49,10 @@ LOCK = ".cspd.lock"
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # errors of a file system that has no locks
 
 
+class InUse(ValueError):
+    """Another run holds the lock of a folder."""
+
+
 @contextlib.contextmanager
 def locked(folder: Place, seconds: float = 0) -> Iterator[None]:
     """Holds the lock of a folder inside the block, and creates the folder if necessary. Object stores have no locks.
@@ -59,7 +63,7 @@ def locked(folder: Place, seconds: float = 0) -> Iterator[None]:
         seconds: to wait for a lock that another run holds.
 
     Raises:
-        ValueError: another run holds the lock; the message names it. OSError: no file can be written there.
+        InUse: another run holds the lock; the message names it. OSError: no file can be written there.
     """
     if isinstance(folder, Remote):
         yield
@@ -71,7 +75,7 @@ def locked(folder: Place, seconds: float = 0) -> Iterator[None]:
         lock.acquire(timeout=seconds)
     except Timeout:
         holder = path.read_text(errors="replace").strip() or "another process"
-        raise ValueError(f"{folder} is in use by {holder}: wait for its end, or give another --out") from None
+        raise InUse(f"{folder} is in use by {holder}: wait for its end, or give another --out") from None
     except OSError as error:
         reason = error.strerror or error
         if error.errno not in WITHOUT_LOCKS:
@@ -152,13 +156,18 @@ class Store:
             The record of an earlier run with the same settings, or None if there is no such run or it is replaced.
 
         Raises:
-            ValueError: another run uses the folder, or used other settings; its record is damaged; or files of somebody
-                else are in the way. The message names them and says what to do. OSError: nothing can be written.
+            InUse: another run uses the folder. ValueError: it used other settings; its record is damaged; or files of
+                somebody else are in the way. The message names them and says what to do. OSError: nothing can be
+                written.
         """
         # examine twice: a folder that is refused gets no lock, and another run may finish before we hold the lock
         if not (self.folder / LOCK).exists():
             self._examine(asked, files, overwrite)
-        self._held.enter_context(locked(self.folder, TURN if shared else 0))
+        try:
+            self._held.enter_context(locked(self.folder, TURN if shared else 0))
+        except InUse:
+            self._examine(asked, files, overwrite)  # other settings matter more: to wait would not help
+            raise
         record, listed = self._examine(asked, files, overwrite)
         self._is_new = record is None
         if record is not None and shared and not overwrite:

@@ -72,6 +72,7 @@ from cspd.evaluation.run import (
     RECORD,
     Shards,
     finish,
+    finish_part,
     own_device,
     part_of,
     sample_shards,
@@ -321,17 +322,17 @@ def run_evaluate(args: argparse.Namespace) -> None:
         engine, request, subjects, settings, how = _prepare(args, prompts)
         if args.ray:
             shards, summary = on_ray(args, functools.partial(_divided, prompts=prompts), args.num)
+            held = finish(shards)
         else:
-            shards, found = sample_shards(
+            shards, summary = sample_shards(
                 engine, request, subjects, args.num, store, settings, part, overwrite=args.overwrite
             )
-            if found is None:
+            store.release()
+            held = finish_part(shards, part) if summary else None
+            if held is None:
                 print(f"{progress()}; the part that writes the last of them measures them all")
                 return
-            summary = found
-        # several parts may find the run complete; one of them measures
-        store.release()
-        with finish(shards):
+        with held:
             about = _about_sampling(args, engine, shards.manifest, summary) | shards.largest_tokens()
             _report(args, shards, shards.subjects(), how, about)
 

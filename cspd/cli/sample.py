@@ -28,7 +28,16 @@ from cspd.checkpoints import check_of_one, checkpoint_files, run_settings
 from cspd.cli.options import bundled_here, check_method, load_engine, on_ray, read_prompts, request_of
 from cspd.engine import Engine
 from cspd.evaluation.images import GRID, HEATMAP, LIST, OVERVIEWS, RECORD, Subject, file_name, subject_of
-from cspd.evaluation.run import Part, Shards, finish, own_device, part_of, sample_shards, shards_store
+from cspd.evaluation.run import (
+    Part,
+    Shards,
+    finish,
+    finish_part,
+    own_device,
+    part_of,
+    sample_shards,
+    shards_store,
+)
 from cspd.files import Remote, append_json, parse_json, place_of, without_none, write_bytes
 from cspd.method import Prepared, as_it_is
 from cspd.plots import grid, token_cost_grid, usual_columns
@@ -321,18 +330,19 @@ def _sample_shards(args: argparse.Namespace, asked: Sequence[dict], num: int, pa
         divided = functools.partial(_divided, asked=asked, num=num)
         if args.ray:
             shards, summary = on_ray(args, divided, num)
+            held = finish(shards)
         else:
             args.device = own_device(args.device)
             engine, request, subjects, settings = divided(args)
-            shards, found = sample_shards(
+            shards, summary = sample_shards(
                 engine, request, subjects, num, store, settings, part, overwrite=args.overwrite
             )
-            if found is None:
+            store.release()
+            held = finish_part(shards, part) if summary else None
+            if held is None:
                 print(f"{progress()}; the part that writes the last of them lists them all")
                 return
-            summary = found
-            store.release()
-        with finish(shards):
+        with held:
             _tell_shards(shards, summary)
 
 

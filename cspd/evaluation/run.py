@@ -25,7 +25,7 @@ from cspd.evaluation.images import GRID, LIST, Subject, asking_for, subject_of
 from cspd.files import Place, Remote, checked_json, publishing, read_item, write_item
 from cspd.plots import grid
 from cspd.request import Output, Request, to_pil, to_uint8
-from cspd.runs import Store, earlier_choices, missing_files, summary_of, write_png
+from cspd.runs import InUse, Store, earlier_choices, missing_files, summary_of, write_png
 from cspd.terminal import shortened
 
 # The part of a run that a process makes. Parts know nothing of each other but the files in the folder.
@@ -327,7 +327,7 @@ def sample_shards(
 
     Returns:
         shards, and the means of the images' statistics with the speed of all parts meanwhile; None if shards of other
-        parts are missing still.
+        parts are missing still, or if another part is finishing the complete run.
 
     Raises:
         ValueError: a bad setting, or as `Store.claim`. OSError: the folder cannot be written.
@@ -335,7 +335,13 @@ def sample_shards(
     if overwrite and part.count > 1:
         raise ValueError("--overwrite would remove images of other parts: remove the folder, or give another --out")
     shared = part.count > 1
-    shards = plan(engine, request, subjects, num, store, settings, overwrite=overwrite, shared=shared)
+    try:
+        shards = plan(engine, request, subjects, num, store, settings, overwrite=overwrite, shared=shared)
+    except InUse:
+        shards = Shards(store.folder, num)
+        if not shared or shards.num_written() < num:
+            raise
+        return shards, None
     missing = shards.missing(engine.runner.image_size, range(part.index, shards.count, part.count))
     if shared:
         # no other part writes these
@@ -424,6 +430,16 @@ def finish(shards: Shards) -> Store:
     write_list(shards.folder, entries(shards))
     write_grid(shards.folder, shards, shards.subjects())
     return store
+
+
+def finish_part(shards: Shards, part: Part) -> Store | None:
+    """As `finish`; None if another part holds the folder: several may find the run complete, and one finishes it."""
+    try:
+        return finish(shards)
+    except InUse:
+        if part.count == 1:
+            raise
+        return None
 
 
 def entries(shards: Shards) -> Iterator[dict]:

@@ -16,7 +16,7 @@ from stores import small_checkpoint
 import cspd
 from cspd.cli import main
 from cspd.evaluation.images import LIST, ImageFolder, prompts_of
-from cspd.evaluation.run import MANIFEST, SIZE, run_in, shards_store
+from cspd.evaluation.run import MANIFEST, SIZE, Part, finish, finish_part, run_in, shards_store
 from cspd.files import Remote, publishing, write_json
 from cspd.request import to_uint8
 
@@ -91,6 +91,19 @@ def test_parts_with_other_settings_or_of_no_run_are_refused(whole, tmp_path, cap
         monkeypatch.setenv(name, "0")
     assert sample(tmp_path / "out", "--shard", "0/2") == 2
     assert not (tmp_path / "out").exists() and stamps(whole) == before
+
+
+def test_of_the_parts_that_find_a_run_complete_one_finishes_it(whole, capsys, monkeypatch):
+    """The others are no errors: torchrun would stop the one that measures."""
+    monkeypatch.setattr("cspd.runs.TURN", 0)
+    with finish(run_in(whole)):
+        assert finish_part(run_in(whole), Part(1, 2)) is None
+        assert sample(whole, "--shard", "1/2") == 0
+        assert "40 of 40" in capsys.readouterr().out
+        assert sample(whole, "--shard", "1/2", "--temperature", "0.9") == 2
+        assert "temperature" in capsys.readouterr().err.splitlines()[-1]
+        assert sample(whole, "--shard", "0/1") == 2
+        assert "in use" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("wrong", ["3/3", "a/2", "1", "-1/2", "1/0"])
