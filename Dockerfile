@@ -31,6 +31,6 @@ WORKDIR /home/cspd
 VOLUME /cache
 EXPOSE 8000
 HEALTHCHECK --interval=30s --timeout=10s --start-period=120s \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/', timeout=8)"]
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=8)"]
 ENTRYPOINT ["cspd"]
 CMD ["serve", "--host", "0.0.0.0", "--port", "8000"]
