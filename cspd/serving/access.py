@@ -166,12 +166,18 @@ LOG = logging.getLogger("cspd.serving")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-@contextlib.contextmanager
-def logging_requests() -> Iterator[None]:
-    """Shows the log on the error stream inside the block."""
+def show_log() -> logging.Handler:
+    """Shows the log on the error stream, by the returned handler."""
     handler = logging.StreamHandler()
     LOG.addHandler(handler)
     LOG.setLevel(logging.INFO)
+    return handler
+
+
+@contextlib.contextmanager
+def logging_requests() -> Iterator[None]:
+    """Shows the log on the error stream inside the block."""
+    handler = show_log()
     try:
         yield
     finally:

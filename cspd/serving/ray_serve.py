@@ -19,6 +19,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cspd import load  # also registers all methods
 from cspd.request import Request
+from cspd.serving.access import show_log
 from cspd.serving.app import about, app_of
 from cspd.serving.bodies import begin, events_of, is_last
 from cspd.serving.loop import EngineLoop, Job, Jobs
@@ -128,7 +129,8 @@ class Replicas(Jobs):
     def leave(self, jobs: Collection[Job]) -> None:
         """Cancels those of the jobs that are unfinished."""
         for job in self.jobs.intersection(jobs):
-            self._tasks[job].cancel()
+            if job in self._tasks:  # a job that failed before it was accepted has none
+                self._tasks[job].cancel()
             self._end(job)
 
     async def _follow(self, job: Job, advice: asyncio.Future) -> None:
@@ -190,6 +192,7 @@ def app(settings: Settings) -> serve.Application:
     key = os.environ.get(API_KEY)
 
     def application() -> Any:
+        show_log()  # in the log of Ray's process
         handle = serve.get_deployment_handle(Replica.__name__)
         replicas = Replicas(handle, settings.max_requests, settings.max_per_visitor)
         return app_of(replicas, hosts=names, origins=names, any_address=True, key=key)
