@@ -393,11 +393,24 @@ def to_pil(image: Tensor) -> Image.Image:
     return Image.fromarray(pixels.numpy())
 
 
-def png_of(image: Image.Image, output: Output | None = None) -> bytes:
-    """The bytes of a PNG file. It carries the settings of `output` if one is given, see `Output.png_text`."""
+def png_of(image: Image.Image, text: PngInfo | None = None) -> bytes:
+    """The bytes of a PNG file, which carries a text such as `png_text`."""
     buffer = io.BytesIO()
-    image.save(buffer, format="png", pnginfo=output and output.png_text())
+    image.save(buffer, format="png", pnginfo=text)
     return buffer.getvalue()
+
+
+def png_text(request: Mapping[str, object], models: Mapping[str, object]) -> PngInfo:
+    """The text of a PNG with the settings of its image, as JSON: "version", "models" and "request".
+
+    Args:
+        request: from `Request.to_dict`. models: as in `Output`.
+    """
+    given = {name: value for name, value in request.items() if value is not None}
+    settings = {"version": __version__, "models": dict(models), "request": given}
+    text = PngInfo()
+    text.add_text(PNG_TEXT, json.dumps(settings, sort_keys=True))
+    return text
 
 
 # Requests, running sequences, outputs and their statistics.
@@ -754,15 +767,11 @@ class Output:
         self.pil().save(path, pnginfo=self.png_text())
 
     def png_text(self) -> PngInfo:
-        """The text of a PNG with all settings of the image, as JSON: "version", "models" and "request"."""
-        request = {name: value for name, value in self.request.to_dict().items() if value is not None}
-        settings = {"version": __version__, "models": dict(self.models), "request": request}
-        text = PngInfo()
-        text.add_text(PNG_TEXT, json.dumps(settings, sort_keys=True))
-        return text
+        """The text of a PNG with all settings of the image, see the function `png_text`."""
+        return png_text(self.request.to_dict(), self.models)
 
     def _repr_png_(self) -> bytes | None:
-        return None if self.image is None else png_of(self.pil(), self)
+        return None if self.image is None else png_of(self.pil(), self.png_text())
 
     def __repr__(self) -> str:
         if self.error:

@@ -30,7 +30,7 @@ from cspd.evaluation.run import (
     write_list,
 )
 from cspd.files import Place, digest_of, place_of, publishing, write_bytes
-from cspd.request import Request, png_of, to_pil
+from cspd.request import Request, png_of, png_text, to_pil
 from cspd.runs import Store, missing_files
 
 # Images in other files than shards.
@@ -77,7 +77,7 @@ def _merge_into(
     """
     images = [{**image, "file": name_of(image)} for image in images]
     files = {file: list(group) for file, group in groupby(images, itemgetter("file"))}
-    record = {"schema": SCHEMA, "images": len(images), "run": digest_of({}, shards.manifest)}
+    record = {"schema": SCHEMA, "kind": kind, "images": len(images), "run": digest_of({}, shards.manifest)}
     with Store(folder, MERGED, SCHEMA, {"images": int, "run": str}) as store:
         earlier = store.claim(record, [*files, LIST, GRID])
         store.begin(record)
@@ -110,8 +110,14 @@ def _png_name(image: dict) -> str:
 
 def _write_pngs(folder: Place, images: list[dict], shards: Shards) -> None:
     for image in images:
-        content = png_of(to_pil(shards[image["index"]]))
-        write_bytes(folder / image["file"], content)
+        write_bytes(folder / image["file"], _png_of(image, shards))
+
+
+def _png_of(image: dict, shards: Shards) -> bytes:
+    """The PNG of an entry, with its settings as in the PNGs of `cspd sample`."""
+    models = shards.models(image["index"])
+    text = None if models is None else png_text(image["request"], models)
+    return png_of(to_pil(shards[image["index"]]), text)
 
 
 def _tar_name(image: dict) -> str:
@@ -124,8 +130,7 @@ def _write_tar(folder: Place, images: list[dict], shards: Shards) -> None:
     with publishing(folder / images[0]["file"]) as temporary:
         with temporary.open("wb") as file, writer_of(file, mtime=NO_TIME) as writer:
             for image in images:
-                content = png_of(to_pil(shards[image["index"]]))
-                writer.write({"__key__": f"{image['index']:08d}", "png": content, "json": image})
+                writer.write({"__key__": f"{image['index']:08d}", "png": _png_of(image, shards), "json": image})
 
 
 def _writer_of_tars() -> Callable:

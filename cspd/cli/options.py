@@ -182,7 +182,12 @@ def load_plugins(argv: Sequence[str]) -> None:
 
 # `cspd sample --like`: the settings in a PNG are the defaults of the flags.
 
-PNG_SHAPE = {"version": str, "models": dict, "request": {"seed": int, "method": str}}
+FILES_OF_MODELS = ("checkpoint", "arch", "vae", "draft", "eagle", "text_encoder")  # arguments of `cspd.load`
+PNG_SHAPE = {
+    "version": str,
+    "models": dict.fromkeys([f"{name}?" for name in FILES_OF_MODELS], str),
+    "request": {"seed": int, "method": str},
+}
 FLAG_OF = {"draft": "draft_checkpoint", "compiled": "compile"}  # of arguments of `cspd.load` with other names
 
 
@@ -198,7 +203,7 @@ def defaults_like(argv: Sequence[str]) -> dict:
     path = early.parse_known_args(argv)[0].like
     if path is None:
         return {}
-    remedy = "give a PNG that `cspd sample` or Output.save wrote"
+    remedy = "give a PNG that `cspd sample`, `cspd merge` or Output.save wrote"
     try:
         with Image.open(path, formats=["PNG"]) as picture:
             settings = parse_json(picture.text[PNG_TEXT])
@@ -218,7 +223,7 @@ def defaults_like(argv: Sequence[str]) -> dict:
     defaults = {"labels": [asked.get("label")]}
     for name in ("prompt", "negative_prompt", "seed", "method", *option_names()):
         defaults[name] = asked.get(name)
-    for name in ("checkpoint", "precision", "compiled", "arch", "vae", "draft", "eagle", "text_encoder"):
+    for name in (*FILES_OF_MODELS, "precision", "compiled"):
         if name in settings["models"]:
             defaults[FLAG_OF.get(name, name)] = settings["models"][name]
     return defaults

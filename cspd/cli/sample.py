@@ -232,7 +232,7 @@ def _generate(
         for name in DRAFT_COUNTS:
             counts = stats.pop(name)
             draft_counts[name] = _sum(draft_counts[name], counts) if name in draft_counts else counts
-        content = png_of(to_pil(finish(output)), output)
+        content = png_of(to_pil(finish(output)), output.png_text())
         entry = {
             "index": index,
             "file": names[index],

@@ -103,8 +103,8 @@ SHAPE = {  # of the manifest; "seeds" if they do not follow the first one
 class Shards(Dataset):
     """The folder of a run of `num` images; as a data set, its images, uint8 [3, H, W].
 
-    A shard is an .npz of `images` uint8 [n, H, W, 3], `labels` [n], int64 or prompts, `seeds` int64 [n], and `stats`,
-    as JSON. The number of a shard determines its images, so any process can make it.
+    A shard is an .npz of `images` uint8 [n, H, W, 3], `labels` [n], int64 or prompts, `seeds` int64 [n], and as JSON
+    `stats` and, except in older versions, `models`, see `Output`. The number of a shard determines its images, so any process can make it.
 
     Attributes:
         manifest: everything that the images depend on, needed to write or check shards.
@@ -116,7 +116,7 @@ class Shards(Dataset):
     def __init__(self, folder: Place, num: int, manifest: Mapping | None = None) -> None:
         self.folder, self.num, self.manifest = folder, num, manifest or {}
         self.count = -(-num // SIZE)
-        self._last: tuple[int, np.ndarray] | None = None
+        self._last: tuple[int, dict[str, np.ndarray]] | None = None
 
     def __len__(self) -> int:
         return self.num
@@ -124,13 +124,13 @@ class Shards(Dataset):
     def __getitem__(self, index: int) -> Tensor:
         if not 0 <= index < self.num:
             raise IndexError(index)
-        shard = index // SIZE
-        # images are read in order: the last shard is enough of a cache; several threads may read
-        last = self._last
-        if last is None or last[0] != shard:
-            last = self._last = shard, self._images(shard)
-        _, images = last
+        images = self._arrays(index // SIZE)["images"]
         return torch.from_numpy(images[index % SIZE]).permute(2, 0, 1)
+
+    def models(self, index: int) -> dict | None:
+        """The `Output.models` of an image; None if its shard is of an older version."""
+        models = self._arrays(index // SIZE).get("models")
+        return None if models is None else json.loads(str(models))
 
     def name(self, shard: int) -> str:
         return f"{shard:05d}.npz"
@@ -162,15 +162,23 @@ class Shards(Dataset):
         except Exception as error:  # the readers of a damaged archive raise almost any error
             raise OSError(f"{path} is missing or damaged: repeat the command that makes it") from error
 
-    def _images(self, shard: int) -> np.ndarray:
-        """The images of a shard. A process of an earlier run may have outlived that run and replaced them."""
+    def _arrays(self, shard: int) -> dict[str, np.ndarray]:
+        """The arrays of a shard; without a manifest, only its images."""
+        # images are read in order: the last shard is enough of a cache; several threads may read
+        last = self._last
+        if last is None or last[0] != shard:
+            last = self._last = shard, self._read_again(shard)
+        return last[1]
+
+    def _read_again(self, shard: int) -> dict[str, np.ndarray]:
+        """As `_arrays`. A process of an earlier run may have outlived that run and replaced them."""
         if not self.manifest:
-            return self.read(shard, "images")
+            return {"images": self.read(shard, "images")}
         path = self.folder / self.name(shard)
         arrays = read_item(path, self._made_of(shard), {})
         if arrays is None:
             raise OSError(f"another process changed {path} meanwhile: end it and repeat the command")
-        return arrays["images"]
+        return arrays
 
     def stats(self) -> Iterator[dict]:
         """The statistics of each image, see `RoundStats.to_dict`, and its `largest_token`."""
@@ -283,6 +291,7 @@ def arrays_of(outputs: Sequence[Output]) -> dict[str, np.ndarray]:
         "labels": np.array([UNCONDITIONAL if subject is None else subject for subject in subjects]),
         "seeds": np.array([output.request.seed for output in outputs]),
         "stats": np.array(json.dumps(stats)),
+        "models": np.array(json.dumps(dict(outputs[0].models))),
     }
 
 

@@ -52,7 +52,7 @@ def shown(output: Output, share: float) -> dict:
     verified, accepted = map(sum, output.stats.by_lag)
     return {
         "share": share,
-        "image": None if output.image is None else link_of(png_of(output.pil(), output)),
+        "image": None if output.image is None else link_of(png_of(output.pil(), output.png_text())),
         "token_cost": [round(cost, 2) if math.isfinite(cost) else None for cost in output.token_cost.tolist()],
         "guarantee": output.stats.guarantee,
         "seconds": seconds,

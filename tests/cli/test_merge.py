@@ -14,7 +14,7 @@ from PIL import Image
 from stores import small_checkpoint
 
 import cspd
-from cspd.cli import main
+from cspd.cli import _parse, main
 from cspd.evaluation.images import LIST, ImageFolder, prompts_of
 from cspd.evaluation.run import MANIFEST, SIZE, Part, finish, finish_part, run_in, shards_store
 from cspd.files import Remote, publishing, write_json
@@ -151,6 +151,8 @@ def test_merged_files_have_the_images_of_the_run(whole, merged):
         assert found["json"]["request"] == images_listed(whole)[i]["request"]
     assert i == NUM - 1
     assert digests(merged / "png") == digests(merged / "tar") == digests(whole)
+    args = _parse(["sample", "--like", str(folder.files[1])])  # the PNGs carry their settings
+    assert (args.checkpoint, args.labels, args.seed, args.num_iter) == (small_checkpoint(), [7], 6, 2)
     assert prompts_of(folder) is None and Image.open(merged / "tar" / "grid.png").width > 600
 
 
