@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import io
 import os
@@ -29,7 +30,7 @@ from cspd.evaluation.run import (
     write_grid,
     write_list,
 )
-from cspd.files import Place, digest_of, place_of, publishing, write_bytes
+from cspd.files import Place, checked_json, digest_of, place_of, publishing, write_bytes
 from cspd.request import Request, png_of, png_text, to_pil
 from cspd.runs import Store, missing_files
 
@@ -150,9 +151,12 @@ def run_verify(args: argparse.Namespace) -> int:
     folder = place_of(args.folder)
     images = listed_images(folder)
     is_run = (folder / MANIFEST).exists()
-    if not images and not is_run:
+    num = _num_asked(folder)
+    if not images and not is_run and not num:
         raise ValueError(f"{folder} has no {MANIFEST}, {LIST} or {RECORD}: give a folder that cspd has written")
     wrong: dict[str, str] = {}
+    if num > len(images):
+        wrong[RECORD] = f"lists {len(images)} of {num} images: repeat the command that makes them"
     if is_run:
         shards = run_in(folder)
         for shard in tqdm(range(shards.count), desc="shards", unit=" shard"):
@@ -173,6 +177,13 @@ def run_verify(args: argparse.Namespace) -> int:
     return 0
 
 
+def _num_asked(folder: Place) -> int:
+    """The number of images that the record of `cspd sample` promises, finished or not; 0 without such a record."""
+    with contextlib.suppress(ValueError):
+        return checked_json(folder / RECORD, {"requests": int}, "")["requests"]
+    return 0
+
+
 def _damage(folder: Place, file: str, images: list[dict]) -> str | None:
     """What is wrong with a file of these images, or None."""
     try:
@@ -185,7 +196,9 @@ def _damage(folder: Place, file: str, images: list[dict]) -> str | None:
         return "missing"
     except Exception:  # the readers of a damaged file raise almost anything
         return "damaged"
-    expected = [image["sha256"] for image in images]
+    expected = [image.get("sha256") for image in images]
+    if None in expected:
+        return "has no digest: an older version wrote it"
     if found == expected:
         return None
     if len(found) != len(expected):

@@ -15,7 +15,7 @@ from stores import small_checkpoint
 
 import cspd
 from cspd.cli import _parse, main
-from cspd.evaluation.images import LIST, ImageFolder, prompts_of
+from cspd.evaluation.images import LIST, RECORD, ImageFolder, prompts_of
 from cspd.evaluation.run import MANIFEST, SIZE, Part, finish, finish_part, run_in, shards_store
 from cspd.files import Remote, publishing, write_json
 from cspd.request import to_uint8
@@ -220,6 +220,21 @@ def test_verify_checks_every_image(kind, whole, merged, tmp_path, capsys):
         (folder / name).write_bytes(content)
     assert main(["verify", str(folder)]) == 0
     assert main(["verify", str(tmp_path)]) == 2
+
+
+def test_verify_finds_what_an_interrupted_run_lacks(tmp_path, capsys):
+    """Also an image whose digest an older version did not write."""
+    assert sample(tmp_path, "--num", "3") == 0
+    record = json.loads((tmp_path / RECORD).read_text())
+    last = record["images"].pop()
+    write_json(tmp_path / RECORD, record)
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "2 of 3" in capsys.readouterr().out
+    del last["sha256"]
+    write_json(tmp_path / RECORD, record | {"images": [*record["images"], last]})
+    assert main(["verify", str(tmp_path)]) == 1
+    assert last["file"] in capsys.readouterr().out
 
 
 # ---- Object stores
