@@ -73,6 +73,8 @@ def sample(
     unknown = models.keys() - MODELS.keys() - COMPUTING.keys()
     if unknown:
         raise TypeError(f"sample() got an unexpected keyword argument {sorted(unknown)[0]!r}")
+    if not requests:
+        raise ValueError("there are no requests: give at least one")
     first = requests[0]
     for request in requests:
         own = {"label": first.label, "prompt": first.prompt, "seed": first.seed}

@@ -84,7 +84,8 @@ async def main() -> None:
         together, errors = await hold(client, fields, args.clients, args.minutes)
         if watching:
             watching.cancel()
-    print(f"continuous batching: {together / alone:.1f} times the images/s of one at a time")
+    if alone:
+        print(f"continuous batching: {together / alone:.1f} times the images/s of one at a time")
     if errors - {429}:
         raise SystemExit("there were errors other than 429")
 
