@@ -234,7 +234,7 @@ async function makeOne(body, methods, own) {
 }
 
 // Adds a finished picture to the gallery; `link` is null if no link can generate it again.
-function keep({ image, class_name: name, request: { method, seed } }, link) {
+function keep({ image, class_name: name, settings: { method, seed } }, link) {
   const entry = document.createElement("li");
   const picture = entry.appendChild(document.createElement("img"));
   picture.src = image;
