@@ -104,7 +104,8 @@ class Shards(Dataset):
     """The folder of a run of `num` images; as a data set, its images, uint8 [3, H, W].
 
     A shard is an .npz of `images` uint8 [n, H, W, 3], `labels` [n], int64 or prompts, `seeds` int64 [n], and as JSON
-    `stats` and, except in older versions, `models`, see `Output`. The number of a shard determines its images, so any process can make it.
+    `stats` and, except in older versions, `models`, see `Output`. The number of a shard determines its images, so any
+    process can make it.
 
     Attributes:
         manifest: everything that the images depend on, needed to write or check shards.
