@@ -278,8 +278,8 @@ BUGS = [
     Bug(
         "every second seed is evaluated",
         "cspd/evaluation/run.py",
-        "seed=request.seed + i)",
-        "seed=2 * i)",
+        'else self.manifest["seed"] + index',
+        'else self.manifest["seed"] + 2 * index',
         "evaluation/test_run.py",
     ),
     Bug(
