@@ -136,7 +136,7 @@ class Graphs:
             recorded = generation.recorded[full_key] if generation else None
             if recorded and recorded.is_stale:  # its replay lives as long as its generation
                 generation.stale.append(generation.recorded.pop(full_key).replay)
-                generation = None
+                generation = recorded = None  # or they would outlive a generation that is dropped now
             if generation is None:
                 recorded = self._record(full_key, function, _padded(inputs, shapes), state)
             if recorded is None:

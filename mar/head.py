@@ -76,7 +76,7 @@ def _alpha_bar(t: np.ndarray) -> np.ndarray:
     return np.cos((t + 0.008) / 1.008 * np.pi / 2) ** 2
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # forever: constants on devices are cached for each one, by identity
 def schedule(num_steps: int, first_timestep: int = TRAIN_STEPS - 1) -> Schedule:
     """The cosine schedule respaced to `num_steps` evenly strided steps.
 

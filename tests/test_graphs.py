@@ -257,6 +257,26 @@ def test_stale_graphs_are_dropped_too(monkeypatch):
     assert len(alive) <= 4
 
 
+def test_a_stale_graph_does_not_outlive_its_generation(monkeypatch):
+    """Its stream may be handed out again for the next capture."""
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)  # one in each generation
+    made, alive = [], []
+
+    def capture(trials, function):
+        trials()
+        alive.append(sum(each() is not None for each in made))
+        replay = functools.partial(double, 1)
+        made.append(weakref.ref(replay))
+        return function(), replay
+
+    runs, weights = Graphs(CPU, enabled=True, capture=capture), [torch.ones(3)]
+    for key, factor in (("scale", weights), ("double", [2]), ("scale", weights)):
+        runs.run(key, lambda x, factor=factor: factor[0] * x, torch.ones(3))
+        if factor is not weights:
+            weights[:] = [torch.ones(3)]  # frees the ones that the older graph reads
+    assert alive == [0, 1, 1]
+
+
 def test_a_cpu_has_no_graphs(small_mar):
     for make in (
         functools.partial(Graphs, CPU, enabled=True),

@@ -314,7 +314,7 @@ class EulerMaruyama:
         return len(self.timestep_map)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # forever, as `mar.head.schedule`
 def euler_maruyama(num_steps: int, binary: bool) -> EulerMaruyama:
     """The chain of `num_steps` noisy steps; binary: as in `CausalConfig`. Step 0 is the last one."""
     t, dt = (values[::-1].astype(np.float64) for values in times(num_steps, binary))

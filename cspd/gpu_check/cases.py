@@ -448,7 +448,7 @@ def correctness_cases(settings: Settings) -> Cases:
 
 
 def compiled_cases(settings: Settings) -> Cases:
-    if settings.scale.is_tiny:  # to compile takes half a minute
+    if settings.scale.is_tiny:  # to compile takes minutes
         return {}
     return _image_cases(settings, CHECKED, "compiled")
 

@@ -22,6 +22,14 @@ CPU = torch.device("cpu")
 MEANS = torch.tensor([[[1.0]], [[-0.5]]]) * torch.linspace(0.5, 1.5, 8)  # z, the unconditional branch second
 
 
+def test_a_schedule_is_made_once():
+    """Its constants on devices are cached by identity: another equal one would keep them twice."""
+    first = schedule(4)
+    for num_steps in range(5, 100):
+        schedule(num_steps)
+    assert schedule(4) is first
+
+
 @pytest.mark.parametrize(
     "scale, num_steps, tau, guidance",
     [
