@@ -361,14 +361,14 @@ def load(
     compiled: bool = False,
     graphs: bool | None = None,
 ) -> Engine:
-    """An engine with the models of a checkpoint, or of one of MAR and one of VQ models.
+    """An engine with the models of a checkpoint, or of several, one of each family.
 
     Args:
         checkpoints: bundled names, folders with official files or written by `Engine.save_pretrained`, or of an image
             model of `transformers` (docs/text.md), targets' files, or names on the Hugging Face Hub ("org/name",
             "org/name/file"); "digits32" by default.
-        arch: the target's size (`mar.checkpoint.MARS`, `cspd.discrete.registry.GPTS`); by default inferred from the
-            file.
+        arch: the target's size (`mar.checkpoint.MARS`, `cspd.discrete.registry.GPTS`,
+            `cspd.causal.registry.CAUSALS`); by default inferred from the file.
         vae: the file of the autoencoder or tokenizer, if it is not in the target's folder.
         draft: a smaller model's file, for methods that draft, if it is not in the target's folder.
         eagle: the file of a VQ target's EAGLE drafter, if it is not in the target's folder.

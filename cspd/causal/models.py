@@ -1,7 +1,7 @@
 """SphereAR and BitDance: a causal transformer over continuous tokens, its head, and the authors' own sampler.
 
-Sources: SphereAR (arXiv 2509.24335), BitDance. State-dict names are the official ones, so that official files load as
-they are.
+Sources: SphereAR (arXiv 2509.24335), BitDance (arXiv 2602.14041). State-dict names are the official ones, so that
+official files load as they are.
 """
 
 from __future__ import annotations
