@@ -567,7 +567,7 @@ def sample_published(
         features = model.features(inputs, column.unsqueeze(0), model.mask(column, end), cache)[:, -num_cells:]
         z = model.condition(features, torch.full_like(classes, token))
         scale = guidance_scale(cfg, cfg_schedule, token, config.seq_len)
-        branches = 2 if guided and scale > 1 else 1
+        branches = 2 if guided and scale != 1 else 1
         z = z.unflatten(0, (branches, -1))
         noise = normals(token, (num_sampling_steps + 1, z.shape[1], config.token_dim))
         drawn = model.finish(draw_published(model.head, z, scale, num_sampling_steps, temperature, noise))
