@@ -135,8 +135,10 @@ _TEXT_FILES = _VQ_FILES | {
 }
 _CAUSAL_FILES: dict[str, tuple[str, ...]] = {
     "target": ("target.safetensors", "SphereAR_*.pt", "BitDance_*.pt"),
-    "vae": ("vae.safetensors", "ae_d16c32.pt", "vae.pt"),
+    "vae": ("vae.safetensors", "ae_d16c32.pt"),
 }
+# all official files may be in one folder, and SphereAR's own autoencoder is inside its file
+_SPHERE_FILES = _CAUSAL_FILES | {"vae": ()}
 _FAMILIES = (_MAR_FILES, _VQ_FILES, _TEXT_FILES, _CAUSAL_FILES)
 _TARGETS = tuple(dict.fromkeys(pattern for files in _FAMILIES for pattern in files["target"]))
 _TEXT_ENCODERS = ("flan-t5-xl", "t5-ckpt/flan-t5-xl", "text_encoder")  # folders next to a target
@@ -231,7 +233,7 @@ def patterns_of(target: Path) -> dict[str, tuple[str, ...]]:
     if target.match("t2i_*"):
         return _TEXT_FILES
     if _is_causal(target):
-        return _CAUSAL_FILES
+        return _SPHERE_FILES if target.match("SphereAR_*.pt") else _CAUSAL_FILES
     has_tokenizer = bool(_find(target.parent, _VQ_FILES["tokenizer"]))
     is_vq = target.match("c2i_*") or (target.suffix != ".pth" and has_tokenizer)
     return _VQ_FILES if is_vq else _MAR_FILES
@@ -359,14 +361,14 @@ def load(
     compiled: bool = False,
     graphs: bool | None = None,
 ) -> Engine:
-    """An engine with the models of a checkpoint, or of one of MAR and one of VQ models.
+    """An engine with the models of a checkpoint, or of several, one of each family.
 
     Args:
         checkpoints: bundled names, folders with official files or written by `Engine.save_pretrained`, or of an image
             model of `transformers` (docs/text.md), targets' files, or names on the Hugging Face Hub ("org/name",
             "org/name/file"); "digits32" by default.
-        arch: the target's size (`mar.checkpoint.MARS`, `cspd.discrete.registry.GPTS`); by default inferred from the
-            file.
+        arch: the target's size (`mar.checkpoint.MARS`, `cspd.discrete.registry.GPTS`,
+            `cspd.causal.registry.CAUSALS`); by default inferred from the file.
         vae: the file of the autoencoder or tokenizer, if it is not in the target's folder.
         draft: a smaller model's file, for methods that draft, if it is not in the target's folder.
         eagle: the file of a VQ target's EAGLE drafter, if it is not in the target's folder.
@@ -450,9 +452,11 @@ def _official_models(
     decoder = "tokenizer" if "tokenizer" in files else "vae"
     if decoder == "vae" and "eagle" in given:
         raise ValueError(f"{checkpoint} is not a VQ target, and eagle=... is for these: leave it out")
-    is_causal = patterns_of(files["target"]) is _CAUSAL_FILES  # type: ignore[arg-type]
+    is_causal = _is_causal(files["target"])  # type: ignore[arg-type]
     if is_causal and "draft" in given:
-        raise ValueError(f"{checkpoint} is a causal model, which takes no draft model: leave out draft=...")
+        raise ValueError(
+            f"{checkpoint} is a causal model, which takes no draft model: leave out draft=... (--draft-checkpoint)"
+        )
     present = {name: path for name, path in files.items() if path is not None}
     present |= given
     if "vae" in given:  # `load` calls the decoder of either family vae
@@ -487,12 +491,13 @@ def _mar_models(files: Mapping[str, Path], arch: str | None) -> MARModels:
 
 def _causal_models(files: Mapping[str, Path], arch: str | None) -> CausalModels:
     target, inside = load_causal(files["target"], arch)
-    vae = load_autoencoder(files["vae"]) if "vae" in files else inside  # BitDance's own file comes first, as there
+    # a file beside BitDance's replaces the autoencoder inside it, as in the authors' code
+    vae = load_autoencoder(files["vae"]) if "vae" in files else inside
     if vae is None:
-        wanted = " or ".join(_CAUSAL_FILES["vae"])
+        wanted = " or ".join(patterns_of(files["target"])["vae"])
+        beside = f", and there is no {wanted} beside it" if wanted else ""
         raise CheckpointError(
-            f"{files['target']} has no autoencoder inside, and its folder has none ({wanted}): give its file (vae=...,"
-            " --vae on the command line)"
+            f"{files['target']} has no autoencoder inside{beside}: give its file (vae=..., --vae on the command line)"
         )
     classes, _ = described(files["target"].parent, target.config.num_classes)
     return CausalModels(target, vae, classes)

@@ -138,7 +138,8 @@ def check_seed(seed: object) -> None:
     check_integer("seed", seed, 0, LARGEST_SEED, "it keys a 64-bit generator")
 
 
-# Of each family of models: the options that all its methods have, its default method and its bundled checkpoint.
+# Of each family of models: the options that all its methods have, what it is, its bundled checkpoint and its default
+# method.
 #
 # Nothing here imports torch, so that `--help` appears at once.
 
@@ -189,5 +190,10 @@ CAUSAL_OPTIONS = (
     ),
 )
 COMMON: dict[str, tuple[Option, ...]] = {"MAR": MAR_OPTIONS, "VQ": VQ_OPTIONS, "causal": CAUSAL_OPTIONS}
+FAMILIES = {  # what they are, for people
+    "MAR": "masked models: a diffusion head draws several tokens at once, in random order",
+    "VQ": "LlamaGen and others: tokens are entries of a codebook, one after the other",
+    "causal": "SphereAR and BitDance: a diffusion head draws one token after the other",
+}
 BUNDLED = {"MAR": "digits32", "VQ": "digits32_vq"}  # the default checkpoints, of the families that have one
 DEFAULTS = {"MAR": "speculative", "VQ": "speculative", "causal": "speculative"}  # the default methods

@@ -168,7 +168,7 @@ class SphereVAE(nn.Module):
         return self.decoder(self.post_quant_proj(cells))
 
 
-# BitDance's autoencoder: convolutions only; cells are signs.
+# BitDance's autoencoder (arXiv 2602.14041): convolutions only; cells are signs.
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from cspd.request import Sequence, Stopwatch
 
 PAPERS = {
     "2509.24335": "Hyperspherical Latents Improve Continuous-Token Autoregressive Generation",
+    "2602.14041": "BitDance: Scaling Autoregressive Generative Models with Binary Tokens",
 }
 
 

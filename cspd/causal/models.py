@@ -1,7 +1,7 @@
 """SphereAR and BitDance: a causal transformer over continuous tokens, its head, and the authors' own sampler.
 
-Sources: SphereAR (arXiv 2509.24335), BitDance. State-dict names are the official ones, so that official files load as
-they are.
+Sources: SphereAR (arXiv 2509.24335), BitDance (arXiv 2602.14041). State-dict names are the official ones, so that
+official files load as they are.
 """
 
 from __future__ import annotations
@@ -567,7 +567,7 @@ def sample_published(
         features = model.features(inputs, column.unsqueeze(0), model.mask(column, end), cache)[:, -num_cells:]
         z = model.condition(features, torch.full_like(classes, token))
         scale = guidance_scale(cfg, cfg_schedule, token, config.seq_len)
-        branches = 2 if guided and scale > 1 else 1
+        branches = 2 if guided and scale != 1 else 1
         z = z.unflatten(0, (branches, -1))
         noise = normals(token, (num_sampling_steps + 1, z.shape[1], config.token_dim))
         drawn = model.finish(draw_published(model.head, z, scale, num_sampling_steps, temperature, noise))

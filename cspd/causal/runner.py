@@ -27,11 +27,16 @@ from cspd.transformer import CacheView
 WIDTH_STEP = 32  # columns that are read are a multiple of this, so that shapes repeat
 
 
+def cached_columns(target: Causal) -> int:
+    """Columns of a slot's key-value cache: those of the model, rounded up."""
+    return -(-target.config.num_columns // WIDTH_STEP) * WIDTH_STEP
+
+
 def bytes_per_slot(target: Causal, precision: Precision) -> int:
     """Estimated bytes that a slot adds: the keys and values of both guidance branches, and activations."""
     config = target.config
     both, branches, per_layer = 2, 2, 14
-    cache = both * branches * config.n_layer * config.num_columns * config.dim * precision.type_of(target).itemsize
+    cache = both * branches * config.n_layer * cached_columns(target) * config.dim * precision.type_of(target).itemsize
     of_class = branches * config.cls_token_num * config.dim * per_layer * torch.float32.itemsize
     return cache + of_class
 
@@ -88,8 +93,7 @@ class CausalRunner:
 
         # rows 2s and 2s + 1 are the conditional and the unconditional branch of slot s
         self._first_inputs = torch.zeros(2 * num_slots, config.parallel_num, config.dim, device=device)
-        columns = -(-config.num_columns // WIDTH_STEP) * WIDTH_STEP
-        cached = config.n_layer, 2 * num_slots, config.n_head, columns, config.dim // config.n_head
+        cached = config.n_layer, 2 * num_slots, config.n_head, cached_columns(target), config.dim // config.n_head
         self._keys, self._values = torch.zeros(2, *cached, device=device, dtype=precision.type_of(target))
 
     def adopt(self, other: CausalRunner) -> None:
@@ -111,7 +115,10 @@ class CausalRunner:
             ValueError: a setting has the wrong type or is out of range, or a part of the image is given.
         """
         if request.known is not None:
-            raise ValueError("causal models cannot be given a part of an image: omit image and mask")
+            raise ValueError(
+                "causal models (SphereAR, BitDance) cannot be given a part of an image: omit image and mask, or use"
+                " another model; `cspd sample` generates whole images"
+            )
         defaults = {option.name: getattr(self.defaults, option.name) for option in CAUSAL_OPTIONS}
         request = complete(request, method, CAUSAL_OPTIONS, defaults, self.num_classes)
         method.check(request, self)

@@ -417,10 +417,11 @@ NO_FOLDER = "memory only, because no folder is writable"
 def run_calibrate(args: argparse.Namespace) -> None:
     method = check_method(args)
     name = method.name
-    if method.family != "MAR" or name not in CALIBRATED:
+    if method.needs != "calibration" or name not in CALIBRATED:
         methods = " or ".join(CALIBRATED)
         raise ValueError(
-            f"{name!r} of {method.family} models needs no calibration: give --method {methods} of MAR models"
+            f"{name!r} of {method.family} models needs no calibration: give --method {methods} of models with a"
+            " diffusion head"
         )
     if args.force and name != "speculative":
         raise ValueError(f"--force times this device again, but {name!r} does not depend on the device: omit --force")
@@ -432,6 +433,11 @@ def run_calibrate(args: argparse.Namespace) -> None:
         _show_calibrated(engine, request)
 
 
+def _chain_length(engine: Engine, request: Request) -> int:
+    """Head calls of a token's full chain."""
+    return len(engine.runner.target.head.schedule(request.num_sampling_steps))
+
+
 def _show_calibrated(engine: Engine, request: Request) -> None:
     """Fits the head calls of a request, and prints the predicted divergence of other numbers of calls."""
     request = engine.resolve(request)
@@ -439,7 +445,7 @@ def _show_calibrated(engine: Engine, request: Request) -> None:
     shortcut = calibrations.shortcut(request)
     has_noise = request.temperature > 0
     note = "" if has_noise else "; at temperature 0 it is infinite, and these are the values at temperature 1"
-    num_steps = request.num_sampling_steps
+    num_steps = _chain_length(engine, request)
     print(f"head calls per token, and their predicted divergence from the full chain ({num_steps} calls: 0{note}):")
     for plan in plans(calibrations.predictor(request).skip_cost):
         if len(plan.steps) in SHOWN:
@@ -453,11 +459,11 @@ def _show_calibrated(engine: Engine, request: Request) -> None:
 
 def _show_speculative(engine: Engine, request: Request, force: bool) -> None:
     """Fits the drafts, times this device, and prints the windows that follow."""
-    num_steps = request.num_sampling_steps
+    num_steps = _chain_length(engine, request)
     if request.temperature == 0 or num_steps < 3:
         raise ValueError(
-            f"temperature={request.temperature}, num_sampling_steps={num_steps}: there is nothing to draft without"
-            " noise or with fewer than 3 steps: raise them"
+            f"temperature={request.temperature}, num_sampling_steps={request.num_sampling_steps}: there is nothing to"
+            " draft without noise or with fewer than 3 steps: raise them"
         )
     tuning = engine.runner.tuning
     calibrations = tuning.calibrations["target"]

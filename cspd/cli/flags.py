@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cspd.cli.listing import Use, uses
-from cspd.option import BUNDLED, DEFAULTS
+from cspd.option import BUNDLED, DEFAULTS, FAMILIES
 from cspd.terminal import (
     API_KEY,
     MOST,
@@ -53,8 +53,8 @@ PRECISIONS = ("fp32", "tf32", "bf16")  # the keys of POLICIES in device.py
 SHOWN = ("num_iter", "cfg", "temperature")  # settings in the short help
 CLASSES_HELP = "classes by number or name, such as 0-9 or 1,5,seven"
 ABOUT = """\
-Fast sampling from autoregressive image models (MAR, LlamaGen and others), by default without
-changing the distribution of the images."""
+Fast sampling from autoregressive image models (MAR, SphereAR, BitDance, LlamaGen and others), by
+default without changing the distribution of the images."""
 EXAMPLES = """\
 first steps:
   cspd sample --labels 3 --out three/
@@ -151,6 +151,8 @@ class Help(argparse.Action):
         if values:
             parser.usage = f"{parser.prog} --method {values} [flags]"
             about = [f"{each.name} ({each.family} models, {each.guarantee}): {each.summary}" for each in parser.methods]
+            families = dict.fromkeys(each.family for each in parser.methods)
+            about += [f"{family} models are {FAMILIES[family]}" for family in families]
             parser.description = "\n".join(about)
             parser.epilog = f"`{parser.prog} --help` shows the flags that all methods share."
         parser.print_help()
@@ -668,8 +670,9 @@ def _add_sampling(parser: Parser, max_batch: bool = True) -> argparse._ArgumentG
 def _add_checkpoint(group: argparse._ArgumentGroup, several: bool = False) -> None:
     """Adds --checkpoint and the flags of companion files. `several`: it takes a list, by default all bundled models."""
     models = (
-        "a bundled model (digits32, emoji64: MAR; digits32_vq, emoji64_text: VQ), a folder of official files or of a"
-        " transformers model, a file, or a name on the Hugging Face Hub (org/name)"
+        "a bundled model (digits32, emoji64: MAR; digits32_vq, emoji64_text: VQ), a folder of official files (MAR,"
+        " LlamaGen, and the causal models SphereAR and BitDance) or of a transformers model, a file, or a name on the"
+        " Hugging Face Hub (org/name)"
     )
     if several:
         text = f"{models}; or several of them (default: all bundled models that can run here)"
@@ -678,7 +681,7 @@ def _add_checkpoint(group: argparse._ArgumentGroup, several: bool = False) -> No
         text = f"{models} (default: {BUNDLED['MAR']})"
         group.add_argument("--checkpoint", type=word, metavar="MODEL", default=BUNDLED["MAR"], help=text)
     _add_path(group, "--vae", "FILE", "autoencoder or tokenizer, if not next to the model")
-    text = "the model's size, such as mar_base or llamagen_xl (default: read from the file)"
+    text = "the model's size, such as mar_base, sphere_ar_b or llamagen_xl (default: read from the file)"
     _rare(group.add_argument("--arch", type=word, metavar="NAME", help=text))
     text = "draft model for methods that need one: a smaller model for the same tokens, if not next to the model"
     _rare(_add_path(group, "--draft-checkpoint", "FILE", text))

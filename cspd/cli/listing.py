@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cspd.option import COMMON, DEFAULTS, Option
+from cspd.option import COMMON, DEFAULTS, FAMILIES, Option
 
 if TYPE_CHECKING:
     from cspd.method import Method
@@ -123,7 +123,7 @@ def uses(methods: Iterable[Method] = ()) -> list[Use]:
 
 
 def format_table(methods: Sequence[Method]) -> str:
-    """The methods as text, with the meanings of their guarantees and the titles of their papers."""
+    """The methods as text, with the meanings of guarantees and of models, and the titles of their papers."""
     # imported here because cspd.method imports torch, and --help needs this module
     from cspd.method import GUARANTEES
 
@@ -141,6 +141,9 @@ def format_table(methods: Sequence[Method]) -> str:
     for name, meaning in GUARANTEES.items():
         if name in shown:
             lines.append(textwrap.fill(f"{name:<10} {meaning}", WIDTH, subsequent_indent=" " * 11))
+
+    lines.append("")
+    lines += [f"{name:<10} {what}" for name, what in FAMILIES.items() if any(each.family == name for each in methods)]
 
     lines.append("")
     lines += [f"arXiv {number}  {title}" for number, title in titles.items()]

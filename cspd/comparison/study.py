@@ -483,10 +483,18 @@ SEARCHED = {
         sjd mc-sjd sjd-pac gsd
         uniform-rsd cool-sd:delta=1.1 cool-sd:delta=1.5 lantern lantern++
     """,
+    "causal": """
+        ar speculative
+        calibrated:head_calls=8 calibrated:head_calls=10 calibrated:head_calls=12 calibrated:head_calls=16
+        calibrated:head_calls=25
+        euler:head_calls=16 euler:head_calls=25 euler:head_calls=50 heun:head_calls=15 heun:head_calls=25
+    """,
 }
+OF_CHAINS = "speculative:window=4 speculative:window=8 speculative:window=16 speculative:window=24"
 WINDOWS = {  # more candidates, if quality may not change
-    "MAR": "speculative:window=4 speculative:window=8 speculative:window=16 speculative:window=24",
+    "MAR": OF_CHAINS,
     "VQ": "sjd:window=8 sjd:window=16 sjd:window=32 sjd-pac:window=16 sjd-pac:window=32",
+    "causal": OF_CHAINS,
 }
 
 

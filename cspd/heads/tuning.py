@@ -252,7 +252,7 @@ class Tuning(DraftChooser):
         """The fastest window on this device, and the reason."""
         num_steps, temperature = len(self.target.head.schedule(request.num_sampling_steps)), request.temperature
         if temperature == 0 or num_steps < 3:
-            settings = f"temperature={temperature}, num_sampling_steps={num_steps}"
+            settings = f"temperature={temperature}, num_sampling_steps={request.num_sampling_steps}"
             return Choice(PLAIN, f"{settings}: there is nothing to draft")
         num_generated = request.num_generated(self.target.config.seq_len)
         own_rows = request.gamma or num_generated / (request.num_iter or num_generated)

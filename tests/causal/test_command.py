@@ -1,25 +1,52 @@
-"""`cspd sample` on a folder with a causal model."""
+"""`cspd sample`, `calibrate` and `tune` on a folder with a causal model."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from causals import CausalGolden, named
+from causals import STEPS, CausalGolden, named
 from PIL import Image
 
+import cspd
 from cspd.causal.family import CausalModels
 from cspd.cli import main
+from cspd.comparison.study import Configuration, candidates
 from cspd.models import save_models
+from cspd.request import Request
 
 
-@pytest.mark.parametrize("method", ["ar", "euler", "speculative:window=4:draft=frozen"])
-def test_sample_from_a_folder(method, tmp_path, monkeypatch):
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
     golden = CausalGolden("sphere")
     named(golden, monkeypatch)
     save_models(CausalModels(golden.model, golden.vae), tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("method", ["ar", "euler", "speculative:window=4:draft=frozen"])
+def test_sample_from_a_folder(method, folder, tmp_path):
     name, *options = method.split(":")
     flags = [part for option in options for part in ("--" + option.replace("=", " ")).split()]
-    given = ["--checkpoint", str(tmp_path / "model"), "--method", name, "--labels", "3", "--device", "cpu"]
+    given = ["--checkpoint", str(folder), "--method", name, "--labels", "3", "--device", "cpu"]
     out = tmp_path / "images"
     assert main(["sample", *given, *flags, "--num-sampling-steps", "8", "--out", str(out)]) == 0
     (image,) = [path for path in out.glob("*.png") if path.name != "grid.png"]
     assert Image.open(image).size == (64, 64)
+
+
+def test_calibrate(folder, capsys):
+    given = ["calibrate", "--checkpoint", str(folder), "--device", "cpu"]
+    assert main([*given, "--method", "calibrated", "--head-calls", "4"]) == 0
+    assert f"({STEPS + 1} calls: 0)" in capsys.readouterr().out  # the last step without noise is a call too
+    assert main([*given, "--method", "euler"]) == 2
+
+
+def test_candidates_of_tune(folder):
+    with cspd.load(folder, device="cpu") as engine:
+        plain = Configuration("ar", Request(3, method="ar"), engine)
+        for divergence in (None, 0.0):
+            found, left_out = candidates(plain, divergence)
+            methods = {row.request.method for row in found}
+            assert methods == ({"speculative"} if divergence == 0 else {"speculative", "calibrated", "euler", "heun"})
+            assert all(name.split(":")[0] in ("calibrated", "speculative") for name in left_out)  # the chain is short

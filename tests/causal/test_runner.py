@@ -116,8 +116,10 @@ def test_a_saved_and_an_official_checkpoint_sample_the_same_image(golden, engine
         engine.save_pretrained(folder)
     else:
         folder.mkdir()
-        name = "BitDance_B_1x.pt" if golden.model.config.binary else "SphereAR_B.pt"
+        name = "BitDance_B_1X.pt" if golden.model.config.binary else "SphereAR_B.pt"
         torch.save({"ema": golden.official}, folder / name)
+        if not golden.model.config.binary:  # the file of another model, which is not read
+            (folder / "ae_d16c32.pt").write_text("BitDance's autoencoder")
     settings = {"num_sampling_steps": STEPS, "seed": 4, "cfg": 3.0}
     expected = engine.sample(3, method="ar", **settings)
     with cspd.load(folder, device="cpu") as loaded:
