@@ -22,4 +22,5 @@ def test_sample_from_a_folder(method, tmp_path, monkeypatch):
     out = tmp_path / "images"
     assert main(["sample", *given, *flags, "--num-sampling-steps", "8", "--out", str(out)]) == 0
     (image,) = [path for path in out.glob("*.png") if path.name != "grid.png"]
-    assert Image.open(image).size == (64, 64)
+    side = golden.model.config.img_size
+    assert Image.open(image).size == (side, side)
