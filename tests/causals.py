@@ -1,4 +1,8 @@
-"""Golden tensors of SphereAR and BitDance, made by their authors' code, and the small models in them."""
+"""Golden tensors of SphereAR and BitDance, and the small models in them.
+
+The tensors were made by the authors' code, in float32 on a CPU. Its weights and noise were random numbers that float16
+represents, so the files hold them as float16; the autoencoder of `bitdance_4x` is that of `bitdance`.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,16 @@ from mar.checkpoint import _shapes
 
 NAMES = ("sphere", "bitdance", "bitdance_4x")
 LABELS, STEPS = torch.tensor([3, 7]), 12
-SPHERE_VAE = SphereVAEConfig(8, 64, (64,) * 5, encoder_layers=1, decoder_layers=2, side=4)
-BIT_AUTOENCODER = BitAutoencoderConfig(8, 32, (1, 1, 1, 1, 2), num_res_blocks=1)
+SPHERE_VAE = SphereVAEConfig(8, 64, (64, 8, 16, 64), encoder_layers=1, decoder_layers=1, side=4)
+BIT_AUTOENCODER = BitAutoencoderConfig(8, 32, (2, 1, 1), num_res_blocks=1)
 
 
 def config_of(settings: dict, binary: bool) -> CausalConfig:
     """The sizes in a golden file."""
     shared = ("dim", "n_layer", "n_head", "diff_dim", "diff_layers", "diff_adanln_layers", "latent_dim")
     own = {name: settings[name] for name in (*shared, "cls_token_num", "num_classes")}
-    return CausalConfig(**own, binary=binary, parallel_num=settings.get("parallel_num", 1), side=4)
+    stride = settings["down_size" if binary else "patch_size"]
+    return CausalConfig(**own, binary=binary, parallel_num=settings.get("parallel_num", 1), side=4, stride=stride)
 
 
 class CausalGolden(Golden):
@@ -29,6 +34,10 @@ class CausalGolden(Golden):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"{name}.safetensors")
+        if name == "bitdance_4x":
+            shared = Golden("bitdance.safetensors")
+            self.update((key, shared[key]) for key in shared if key.startswith(("weights.vae.", "encode.")))
+        self.update((key, value.float()) for key, value in self.items())
         weights = {key.removeprefix("weights."): value for key, value in self.items() if key.startswith("weights.")}
         self.official = weights
         binary = name != "sphere"

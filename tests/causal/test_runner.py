@@ -68,7 +68,8 @@ def test_ar_is_the_authors_sampler_in_ragged_batches(golden, engine):
             assert (output.tokens == expected).float().mean() > 0.99
         else:  # with these random weights a rounding error about doubles from token to token
             assert relative_error(output.tokens[:4], expected[:4]) < 1e-4
-        assert output.image.shape == (3, 64, 64) and output.image.isfinite().all()
+        side = golden.model.config.img_size
+        assert output.image.shape == (3, side, side) and output.image.isfinite().all()
         own_null = settings.get("cfg", 1.0) != 1 and "cfg_schedule" not in settings
         assert output.stats.head_calls == (STEPS + 1) * (golden.model.config.seq_len + own_null)
         assert (output.token_cost == STEPS + 1).all()
