@@ -119,6 +119,7 @@ def test_a_run_survives_twenty_kills(tmp_path, summaries):
     assert 4 <= summaries[0]["restarted"] <= 20 and summaries[0]["images_made"] <= 60 * SIZE
 
 
+@pytest.mark.slow  # half a minute
 def test_a_run_survives_two_kills(tmp_path, summaries):
     assert killed_at_random(tmp_path / "out", 2, 2, 8) == 2
     assert 1 <= summaries[0]["restarted"] <= 2 and summaries[0]["images_made"] <= 8 * SIZE

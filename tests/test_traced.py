@@ -31,7 +31,7 @@ NOT_TRACED = {
     "lantern and lantern++ with models of transformers": "they need a tokenizer's codes; LlamaGen's models trace them",
     "compiled rounds with Triton kernels": "the compiler takes the place of the kernels",
 }
-LONG = ["MAR calibrated", "MAR gtr", "MAR cspd"]  # seconds
+LONG = ["MAR calibrated", "MAR gtr", "MAR cspd", "causal calibrated", "causal speculative"]  # seconds
 ARCHITECTURES = ["janus", "chameleon", "lumina_mgpt", "emu3"]
 QUICK_OF_HF = ["VQ ar", "VQ eagle2", "VQ sjd"]
 COMPILED = [name for name in NAMES if name.startswith("VQ")] + ["MAR ar", "MAR speculative", "causal speculative"]

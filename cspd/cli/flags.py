@@ -671,7 +671,7 @@ def _add_checkpoint(group: argparse._ArgumentGroup, several: bool = False) -> No
     """Adds --checkpoint and the flags of companion files. `several`: it takes a list, by default all bundled models."""
     models = (
         "a bundled model (digits32, emoji64: MAR; digits32_vq, emoji64_text: VQ), a folder of official files (MAR,"
-        " LlamaGen, and the causal models SphereAR and BitDance) or of a transformers model, a file, or a name on the"
+        " LlamaGen, SphereAR, BitDance) or of a transformers model, a file, or a name on the"
         " Hugging Face Hub (org/name)"
     )
     if several:

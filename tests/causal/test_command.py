@@ -32,8 +32,8 @@ def test_sample_from_a_folder(method, folder, tmp_path):
     out = tmp_path / "images"
     assert main(["sample", *given, *flags, "--num-sampling-steps", "8", "--out", str(out)]) == 0
     (image,) = [path for path in out.glob("*.png") if path.name != "grid.png"]
-<<<<<<< HEAD
-    assert Image.open(image).size == (64, 64)
+    side = CausalGolden("sphere").model.config.img_size
+    assert Image.open(image).size == (side, side)
 
 
 def test_calibrate(folder, capsys):
@@ -51,7 +51,3 @@ def test_candidates_of_tune(folder):
             methods = {row.request.method for row in found}
             assert methods == ({"speculative"} if divergence == 0 else {"speculative", "calibrated", "euler", "heun"})
             assert all(name.split(":")[0] in ("calibrated", "speculative") for name in left_out)  # the chain is short
-=======
-    side = golden.model.config.img_size
-    assert Image.open(image).size == (side, side)
->>>>>>> gold
