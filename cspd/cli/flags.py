@@ -671,7 +671,7 @@ def _add_checkpoint(group: argparse._ArgumentGroup, several: bool = False) -> No
     """Adds --checkpoint and the flags of companion files. `several`: it takes a list, by default all bundled models."""
     models = (
         "a bundled model (digits32, emoji64: MAR; digits32_vq, emoji64_text: VQ), a folder of official files (MAR,"
-        " LlamaGen, SphereAR, BitDance) or of a transformers model, a file, or a Hub name"
+        " LlamaGen, SphereAR, BitDance) or of transformers, a file, or a Hub name"
         " (org/name)"
     )
     if several:
