@@ -7,7 +7,7 @@ import json
 import logging
 import uuid
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -264,7 +264,7 @@ class _Worker:
 
 
 @contextlib.contextmanager
-def _errors():
+def _errors() -> Iterator[None]:
     """Raises a worker's own error in place of Ray's, which repeats the worker's traceback."""
     try:
         yield

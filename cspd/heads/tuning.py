@@ -202,7 +202,7 @@ def _time_one_size(chains: Chains, z: Tensor, graphs: Graphs, compiled: bool) ->
 
 # the time of a fit in units of one trace, without its traces: measured with `digits32`
 WORK = {Calibration: 0.15, Predictor: 0.3, Shortcut: 0.9}
-COSTS_SCHEMA = "cspd.costs/2"
+COSTS_SCHEMA = "cspd.costs/3"  # 3: with graphs and torch.compile it times the captured and compiled code
 SCHEMAS = {Calibration: "cspd.calibration/1", Predictor: "cspd.predictor/1", Shortcut: "cspd.shortcut/1"}
 
 
