@@ -566,6 +566,10 @@ def _methods(parser: Parser) -> None:
     _rare(add_plugin(group))
 
 
+def _env(parser: Parser) -> None:
+    parser.description = "Prints versions, the device and the bundled models: paste it into a report of a bug."
+
+
 COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "sample": ("generate images into a folder", _sample),
     "edit": ("inpaint, vary or outpaint an image", _edit),
@@ -579,6 +583,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "gpu-check": ("check the correctness and speed of this GPU", _gpu_check),
     "calibrate": ("calibrate a method ahead of its first use", _calibrate),
     "methods": ("list the methods and their guarantees", _methods),
+    "env": ("print versions and the device, for reports of bugs", _env),
 }
 
 
