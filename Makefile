@@ -15,7 +15,7 @@ CONSTRAINTS ?= constraints.txt
 TORCH := torch==2.14.1 torchvision==0.29.1
 VENV := .venv
 BIN := $(VENV)/bin
-COMPILE := $(BIN)/uv pip compile --extra test --python-version 3.10 --upgrade --no-annotate --quiet
+COMPILE := $(BIN)/uv pip compile --extra test --extra docs --python-version 3.10 --upgrade --no-annotate --quiet
 
 .PHONY: demo check test fast test-all package docs bench lock clean
 
@@ -54,6 +54,11 @@ package:
 	cd dist && empty/bin/cspd sample --labels 3 --num-iter 4 --out three
 	cd dist && empty/bin/cspd sample --checkpoint emoji64 --labels faces --num-iter 4 --method calibrated --out faces
 
+docs: $(VENV)/ready
+	$(BIN)/pip install --quiet $(CONSTRAINTS:%=--constraint %) --editable '.[docs]'
+	$(BIN)/python scripts/results.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 bench: $(VENV)/ready
 	$(BIN)/cspd bench --num-iter 64,16 --cfg 1,3 --batch 1,8
 	$(BIN)/cspd bench --vq --batch 1,8
@@ -74,4 +79,4 @@ $(BIN)/uv:
 	$(BIN)/pip install --quiet uv
 
 clean:
-	rm -rf $(VENV) samples oldest.txt
+	rm -rf $(VENV) samples site dist build oldest.txt
