@@ -192,7 +192,7 @@ def _target_file(checkpoint: str | Path) -> Path:
         raise CheckpointError(f"{checkpoint} {GET_MODELS}")
     raise CheckpointError(
         f"{checkpoint}: no checkpoint there. Give a file, a folder with one of {', '.join(_TARGETS)}"
-        " (checkpoints/README.md says where the official files come from) or with a transformers model"
+        " (docs/checkpoints.md says where the official files come from) or with a transformers model"
         f" (docs/text.md), or a bundled name: {suggestion(str(checkpoint), known)}"
     )
 
