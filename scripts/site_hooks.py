@@ -18,9 +18,14 @@ OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)(?:#[^)]*)?\)")  # a link fr
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     import cspd.checkpoints  # noqa: F401  # every family registers its methods and options
 
-    markdown = INCLUDED.sub(lambda found: _included(found[1]), markdown)
+    markdown = included(markdown)
     markdown = markdown.replace(OPTIONS, options_table(METHODS))
     return OUTSIDE.sub(lambda found: _outside(found[1], found[2], config.repo_url), markdown)
+
+
+def included(markdown: str) -> str:
+    """A page with the pages that it includes."""
+    return INCLUDED.sub(lambda found: _included(found[1]), markdown)
 
 
 def _included(name: str) -> str:
