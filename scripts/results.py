@@ -3,8 +3,8 @@
     python scripts/results.py                     # renews the tables of all pages
     python scripts/results.py --add speed runs/comparison/comparison.json --title "..." --columns speed_up,fid
 
-A page has a table NAME between `<!-- table NAME -->` and `<!-- /table -->`. Each file says what was run, at which commit
-and on which machine. `--add` makes such a file from the JSON of `cspd compare` or `cspd tune`.
+A page has a table NAME between `<!-- table NAME -->` and `<!-- /table -->`. Each file says what was run, at which
+commit and on which machine. `--add` makes such a file from the JSON of `cspd compare` or `cspd tune`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--add", nargs=2, metavar=("NAME", "FILE"), help="make the file of a table from a report")
     parser.add_argument("--title", default="", help="what the table shows")
-    parser.add_argument("--columns", default="speed_up", help="fields of a row (docs/reference.md), separated by commas")
+    parser.add_argument(
+        "--columns", default="speed_up", help="fields of a row (docs/reference.md), separated by commas"
+    )
     args = parser.parse_args()
     if args.add:
         add(args.add[0], Path(args.add[1]), args.title, args.columns.split(","))
