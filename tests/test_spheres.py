@@ -75,6 +75,7 @@ def test_the_loss_of_an_exact_head_is_0():
     assert head_loss(Exact(), tokens, tokens.flip(0), torch.Generator().manual_seed(1)) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="training takes torch 2.9, as setup.cfg says")
 def test_the_programs(tmp_path, monkeypatch):
     """Two steps of each; the files are a checkpoint."""
