@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Literal
 
 import fastapi
@@ -176,7 +176,7 @@ async def fields_of(headers: Headers, body: bytes) -> dict[str, str | bytes]:
     Raises ValueError if the form is damaged, has too many fields, or has one twice.
     """
 
-    async def stream() -> AsyncIterator[bytes]:
+    async def stream() -> AsyncGenerator[bytes, None]:
         yield body
 
     try:
