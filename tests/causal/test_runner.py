@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from causals import NAMES, STEPS, CausalGolden, named
+from causals import NAMES, STEPS, CausalGolden, chain_normals, named
 from golden_files import relative_error
 
 import cspd
-from cspd import Engine, Request, noise
+from cspd import Engine, Request
 from cspd.causal.family import CausalModels
 from cspd.causal.models import sample_published
 
@@ -45,14 +45,11 @@ def request_of(settings: dict, **more) -> Request:
 
 def published(golden: CausalGolden, settings: dict) -> torch.Tensor:
     """Tokens [L, d] by the authors' sampler with a request's own noise; the null branch's first is of position L."""
-    config, seed = golden.model.config, settings["seed"]
-    step = torch.arange(STEPS, 0, -1)
+    config = golden.model.config
 
     def normals(token: int, shape: tuple[int, ...]) -> torch.Tensor:
         position = torch.tensor([token, config.seq_len][: shape[1]])
-        seeds = torch.full_like(position, seed)
-        initial = noise.initial(seeds, position, config.token_dim)
-        return torch.cat([initial[None], noise.steps(seeds, position, step, config.token_dim)])
+        return chain_normals(torch.full_like(position, settings["seed"]), position, config.token_dim)
 
     label = torch.tensor([settings.get("label", config.num_classes)])
     own = {"cfg": settings.get("cfg", 1.0), "temperature": 0.9, "num_sampling_steps": STEPS}
@@ -118,7 +115,7 @@ def test_a_saved_and_an_official_checkpoint_sample_the_same_image(golden, engine
     else:
         folder.mkdir()
         name = "BitDance_B_1X.pt" if golden.model.config.binary else "SphereAR_B.pt"
-        torch.save({"ema": golden.official}, folder / name)
+        torch.save({"ema": golden.weights}, folder / name)
         if not golden.model.config.binary:  # the file of another model, which is not read
             (folder / "ae_d16c32.pt").write_text("BitDance's autoencoder")
     settings = {"num_sampling_steps": STEPS, "seed": 4, "cfg": 3.0}
