@@ -94,7 +94,8 @@ def sampled(model: nn.Module, sampling: types.ModuleType) -> dict[str, Tensor]:
 
 def make_sphere(path: Path) -> None:
     sys.path.insert(0, str(path))
-    from SphereAR import model as authors, sampling
+    from SphereAR import model as authors
+    from SphereAR import sampling
 
     small = {"z_channels": 64, "cnn_chs": [64, 8, 16, 64], "encoder_vit_layers": 1, "decoder_vit_layers": 1}
     authors.VAE = functools.partial(authors.VAE, **small)
@@ -109,7 +110,9 @@ def make_sphere(path: Path) -> None:
 
 def make_bitdance(path: Path) -> None:
     sys.path.insert(0, str(path / "imagenet_gen"))
-    from src import model as single, model_parallel as parallel, sampling, sampling_parallel
+    from src import model as single
+    from src import model_parallel as parallel
+    from src import sampling, sampling_parallel
 
     small = {"ch": 32, "ch_mult": [2, 1, 1], "num_res_blocks": 1}
     for name, config in {"bitdance": BIT, "bitdance_4x": BIT_4X, "bitdance_16x": BIT_16X}.items():
