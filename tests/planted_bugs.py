@@ -403,6 +403,35 @@ BUGS = [
         "        except Exception as error:\n            raise\n",
         "test_graphs.py",
     ),
+    # training of SphereAR
+    Bug(
+        "cells of an S-VAE too close to their means",
+        "scripts/spherical.py",
+        "Beta(concentration.cpu() + rest / 2, rest / 2)",
+        "Beta(concentration.cpu() + rest, rest / 2)",
+        "test_spheres.py",
+    ),
+    Bug(
+        "divergence of an S-VAE's cells from a smaller sphere",
+        "scripts/spherical.py",
+        "- math.lgamma(dim / 2)",
+        "- math.lgamma(dim)",
+        "test_spheres.py",
+    ),
+    Bug(
+        "velocity from token to noise",
+        "scripts/train_sphere.py",
+        "torch.lerp(noise, x1, t.unsqueeze(1))",
+        "torch.lerp(x1, noise, t.unsqueeze(1))",
+        "test_spheres.py",
+    ),
+    Bug(
+        "score too large in the authors' loop",
+        "scripts/sphere_loop.py",
+        "drift = v + (1 - t) * score",
+        "drift = v + score",
+        "test_spheres.py",
+    ),
 ]
 
 
