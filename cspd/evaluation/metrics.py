@@ -280,7 +280,7 @@ class Space:
 
 SPACES = {  # by name
     "digits": Space(CLASSIFIERS["digits32"], ("digits32", "digits32_vq")),
-    "emoji": Space(CLASSIFIERS["emoji64"], ("emoji64", "emoji64_text")),
+    "emoji": Space(CLASSIFIERS["emoji64"], ("emoji64", "emoji64_sphere", "emoji64_text")),
 }
 
 
