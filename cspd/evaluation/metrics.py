@@ -56,6 +56,7 @@ RANGES = {
     "clip_score": (0.0, 100.0),
     "clip_difference": (-100.0, 100.0),
     "bound": (0.0, 1.0),
+    "difference": (0.0, math.inf),
     "audit": (0.0, math.inf),
 }
 
