@@ -91,6 +91,20 @@ BUGS = [
         "block - 1 - accepted.flip(-1).int().argmax(-1), block",
         "heads/test_verify.py",
     ),
+    Bug(
+        "the first call of calibrated is in bf16",
+        "cspd/heads/chain.py",
+        "own_head = head if calls[0] == 0 else precision.prepare(head)",
+        "own_head = precision.prepare(head)",
+        "heads/test_chain.py",
+    ),
+    Bug(
+        "the first call of calibrated is in TF32",
+        "cspd/heads/calibrated.py",
+        "precision.full() if calls[0] == 0 else precision.fast()",
+        "precision.fast()",
+        "heads/test_chain.py",
+    ),
     # causal models
     Bug(
         "the drift of the differential equation has half its score",
@@ -141,6 +155,20 @@ BUGS = [
         "TOKEN_ACCEPT = 10",
         "TOKEN_ACCEPT = 9",
         "discrete/test_laws.py",
+    ),
+    Bug(
+        "two purposes have one number",
+        "cspd/noise.py",
+        "CODE_RESIDUAL = 11",
+        "CODE_RESIDUAL = 9",
+        "test_noise.py",
+    ),
+    Bug(
+        "a rejected code is replaced by its own draw",
+        "cspd/discrete/drafts.py",
+        "(Purpose.CODE_RESIDUAL, 0, 1)",
+        "(Purpose.CODE, 0, 1)",
+        "discrete/test_laws.py::test_a_rejected_draft_is_replaced_by_a_draw_of_its_own",
     ),
     Bug(
         "variance of normal draws",
@@ -240,6 +268,27 @@ BUGS = [
         "discrete/test_rules.py",
     ),
     Bug(
+        "a chosen code absorbs up to the limit",
+        "cspd/discrete/rules.py",
+        "given = sums < limit",
+        "given = sums <= limit",
+        "discrete/test_rules.py::test_pooling_is_the_plain_loop",
+    ),
+    Bug(
+        "a code absorbs up to the limit",
+        "cspd/discrete/rules.py",
+        "reached = sums >= most.unsqueeze(1)",
+        "reached = sums > most.unsqueeze(1)",
+        "discrete/test_rules.py::test_pooling_is_the_plain_loop",
+    ),
+    Bug(
+        "the released code absorbs less at ties",
+        "cspd/discrete/rules.py",
+        "return limit.nextafter(torch.full_like(P, math.inf))",
+        "return limit",
+        "discrete/test_rules.py::test_published_lantern_does_what_its_code_does",
+    ),
+    Bug(
         "a group lacks its last token",
         "cspd/discrete/rules.py",
         "rank + (group + 1) // 2",
@@ -268,6 +317,20 @@ BUGS = [
         "discrete/test_laws.py",
     ),
     # requests and figures
+    Bug(
+        "pixels are truncated",
+        "cspd/request.py",
+        "(image * 255).round().to(torch.uint8)",
+        "(image * 255).to(torch.uint8)",
+        "evaluation/test_metrics.py",
+    ),
+    Bug(
+        "rare sequences are not tested",
+        "tests/toys.py",
+        "2 * min(of_rare, of_others)",
+        "2 * of_others",
+        "discrete/test_laws.py::test_the_p_value_counts_every_draw",
+    ),
     Bug(
         "all images of a call have one seed",
         "cspd/request.py",
