@@ -145,10 +145,10 @@ def counts(tokens: Tensor, vocabulary: int = CODES) -> Tensor:
 
 
 def p_value(observed: Tensor, probability: Tensor) -> float:
-    """The p-value of the hypothesis that counts follow a distribution. Every draw counts, also a rare or impossible one.
+    """The p-value of the hypothesis that counts follow a distribution. Each draw counts, also a rare one.
 
-    Cells of few expected draws are pooled. If few are expected in all of these together, too few for a chi-square test,
-    their draws are tested by a binomial test, and the others by a chi-square test given how many they are.
+    Cells of few expected draws are pooled. If few are expected in all of these together, too few for a chi-square
+    test, their number is tested by a binomial test, and the other cells by a chi-square test given that number.
     """
     if observed[probability <= 0].any():
         return 0.0

@@ -23,6 +23,7 @@ from cspd.discrete.registry import HFConfig
 from cspd.discrete.rules import MIXED
 from cspd.discrete.runner import VQRunner
 from cspd.discrete.text import TextEncoder
+from cspd.discrete.zipar import ZIPAR
 from cspd.files import content_hash, keep, measured_before, measured_once, of_device, user_cache
 from cspd.graphs import Graphs
 from cspd.method import PLAIN, Choice, DraftChooser, DraftConfig, Method, choose_by_gain, is_enough, register_family
@@ -695,6 +696,6 @@ def _named_by(request: Request) -> str | None:
 
 register_family(
     VQModels.family,
-    [AR, SPECULATIVE, SD, EAGLE, EAGLE2, UNIFORM_RSD, COOL_SD, LANTERN, LANTERN_PLUS, SJD, MC_SJD, SJD_PAC, GSD],
+    [AR, SPECULATIVE, SD, EAGLE, EAGLE2, UNIFORM_RSD, COOL_SD, LANTERN, LANTERN_PLUS, SJD, MC_SJD, SJD_PAC, GSD, ZIPAR],
     named_by=_named_by,
 )
