@@ -316,6 +316,48 @@ BUGS = [
         "= torch.full_like(Q, 1 / vocabulary)",
         "discrete/test_laws.py",
     ),
+    Bug(
+        "an audit counts one of the verified codes",
+        "cspd/discrete/prices.py",
+        "num_tried * divergence(C, P)",
+        "divergence(C, P)",
+        "discrete/test_prices.py::test_every_verified_code_counts",
+    ),
+    Bug(
+        "a price forgets how likely rejections are",
+        "cspd/discrete/prices.py",
+        "torch.where(is_present, weight * share, weight)",
+        "torch.where(is_present, share, weight)",
+        "discrete/test_prices.py::test_the_distribution_of_a_committed_token",
+    ),
+    Bug(
+        "a price has its siblings drawn with replacement",
+        "cspd/discrete/prices.py",
+        "q = None if q is None else without(q, x)",
+        "q = q",
+        "discrete/test_prices.py::test_the_divergence_with_siblings_is_hardly_too_large",
+    ),
+    Bug(
+        "an audit is by the divergence the other way round",
+        "cspd/discrete/prices.py",
+        "terms = C * (C / P).log()",
+        "terms = P * (P / C).log()",
+        "discrete/test_prices.py",
+    ),
+    Bug(
+        "rows look at tokens that are not decoded",
+        "cspd/discrete/zipar.py",
+        "(place <= reached - lag * row)",
+        "(place <= reached)",
+        "discrete/test_zipar.py",
+    ),
+    Bug(
+        "a proxy is never replaced",
+        "cspd/discrete/zipar.py",
+        "torch.where(head_row > 0, 0, reached)",
+        "reached",
+        "discrete/test_zipar.py",
+    ),
     # requests and figures
     Bug(
         "pixels are truncated",
@@ -330,6 +372,13 @@ BUGS = [
         "2 * min(of_rare, of_others)",
         "2 * of_others",
         "discrete/test_laws.py::test_the_p_value_counts_every_draw",
+    ),
+    Bug(
+        "a request of a client that left keeps its slot",
+        "cspd/serving/loop.py",
+        "            self.engines[job.model].cancel(job.ticket)\n            self._end(job)\n",
+        "            self._end(job)\n",
+        "serving/test_v1.py::test_a_client_that_leaves_is_cancelled",
     ),
     Bug(
         "all images of a call have one seed",

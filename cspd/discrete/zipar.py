@@ -28,8 +28,8 @@ from cspd.transformer import steps
 # the last whole row stands in for it, a proxy in the same column, as in the authors' code. The input is computed again
 # once the token is there. The first row has no row above, and is decoded alone.
 #
-# `num_committed` counts the tokens before the first one that is missing. That one is in the head row, the first one that
-# is not whole, and the tokens that are decoded below are at fixed distances from it.
+# `num_committed` counts the tokens before the first missing one. That one is in the head row, the first row that is not
+# whole. The next tokens of the rows below are at fixed distances from it.
 
 
 class Nodes(NamedTuple):

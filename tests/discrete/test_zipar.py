@@ -20,7 +20,7 @@ from toys import (
 from cspd import Engine, Request, VQModels
 from cspd.discrete.batch import seen_of
 
-NUM = 20_000
+NUM = 10_000
 SAME = 1e-4  # p-values are above it; seeds are fixed, so that the right distribution never fails
 SIDE = 4
 MIXED = [{"cfg": 3.0}, {"cfg": 1.0, "temperature": 0.7}, {"cfg": 2.0, "top_k": 3, "top_p": 0.8}, {"temperature": 0.0}]
@@ -106,6 +106,7 @@ def law(models: dict, request: Request) -> torch.Tensor:
         sees[node, others] = True
     before = every[:, [0, 0, 1, 2, 3, 4, 5, 6, 7, 2]]  # the first is the condition
     depth = torch.tensor([*range(9), 6])
+    runner.begin(None)
     with torch.inference_mode():
         P = runner.distributions(batch, runner.features(batch, before, depth=depth, seen=seen_of(sees)))
     P = P[:, [0, 1, 2, 3, 4, 5, PROXY, 7, 8]].double()
@@ -116,7 +117,7 @@ def test_the_distribution_of_an_image():
     """Not the target's, and the one that the schedule implies."""
     models = toy_models(codes=2, length=9)
     request = request_of("zipar", lag=1)
-    tokens, statistics = draw(models, request, NUM)
+    tokens, statistics = draw(models, request, NUM, batch=NUM)
     observed = counts(tokens, 2)
     assert p_value(observed, law(models, request)) > SAME
     target = distribution(models["target"], request)
