@@ -399,11 +399,18 @@ def check_model(name: str, runner: VQRunner) -> None:
 def check_rule(request: Request, runner: VQRunner) -> None:
     """Raises ValueError if the rule is invalid. Computes its neighbour table now, so that no round waits for it."""
     rule = rule_of(request)
+    if request.budget and rule.greedy:
+        raise ValueError(f"budget={request.budget} needs temperature > 0: at 0, divergences are 0 or infinite")
     if rule.pools and runner.models["tokenizer"] is None:
         raise ValueError(
             f"rule={request.rule!r} needs the tokenizer's codes, and this engine has no tokenizer: give it one"
         )
     near_of(rule, runner)
+
+
+def by_budget(request: Request, runner: VQRunner) -> Request:
+    """The request with the parameter of its rule that its budget allows, or with the exact rule."""
+    return request if request.budget is None else request.but(**runner.tuning.dial(request))
 
 
 def drafting(
@@ -434,6 +441,7 @@ def drafting(
         options=(*of_draft, *rule_options(rule, **parameters), coupling_option(coupling)),
         mixed=lambda request: MIXED,
         check=check,
+        resolve=by_budget,
         of_request=lambda request: rule_of(request).guarantee,
         uses=lambda request: {DRAFTS[request.draft].needs} - {None},
     )
