@@ -34,6 +34,7 @@ from cspd.terminal import first_line, telling
 # destroyed (pytorch/pytorch#175276, #193402). torch hands out its 32 streams in turn, so that two engines could get the
 # same one.
 MOST_GRAPHS = 256  # of both generations
+MEMORY_SHARE = 1 / 8  # of the device, for the graphs of both generations
 STREAMS = 32  # that torch hands out in turn
 
 Replay = Callable[[], Any]
@@ -109,6 +110,8 @@ class Graphs:
         self.lasting: dict[Hashable, Any] = {}
         self.captures: deque[dict[str, Any]] = deque(maxlen=MOST_GRAPHS)
         self.seconds = 0.0
+        total = torch.cuda.mem_get_info(device)[1] if self.enabled and on_cuda else math.inf
+        self._most_bytes = MEMORY_SHARE * total
 
     def run(
         self,
@@ -210,7 +213,8 @@ class Graphs:
     def _with_room(self) -> _Generation:
         """The younger generation, after one that was full has become the older one."""
         young = self._generations[0]
-        if len(young.recorded) + len(young.stale) >= MOST_GRAPHS // 2:
+        graphs = len(young.recorded) + len(young.stale)
+        if graphs >= MOST_GRAPHS // 2 or young.bytes >= self._most_bytes / 2:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # a replay may be running
             for old in self._generations[1:]:

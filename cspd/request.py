@@ -612,9 +612,12 @@ class RoundStats:
             which have no bound.
         difference: for a measured denoiser, the r.m.s. difference between its tokens and those of the full chain, on
             held-out tokens with the same z and noise, in standard deviations of a token's channels; otherwise None.
-            The effect of another backbone or order is not included.
-        divergence: for a measured denoiser, the KL divergence of the sampler's path from the full chain, on the same
-            tokens, in nats per token; None at temperature 0, where it is infinite.
+            The effect of another backbone or order is not included. difference_error: its standard error, by the
+            differences between images. difference_worst_percent, difference_worst: the r.m.s. difference of a single
+            token that 1 % of them reach, and the largest.
+        divergence, divergence_error: for a measured denoiser, the KL divergence of the sampler's path from the full
+            chain, on some of these tokens, in nats per token, and its standard error; None at temperature 0, where
+            both are infinite.
         audit, audit_error: an estimate of `divergence` on this image's own tokens and its standard error, if the
             request asks for it; None if not finite.
         resample_tries: residual candidates that were tested. fallbacks: how often all candidates were rejected, so that
@@ -638,7 +641,11 @@ class RoundStats:
     committed: dict[int, int] = field(default_factory=dict)
     bound: float = 0.0
     difference: float | None = None
+    difference_error: float | None = None
+    difference_worst_percent: float | None = None
+    difference_worst: float | None = None
     divergence: float | None = None
+    divergence_error: float | None = None
     audit: float | None = None
     audit_error: float | None = None
     resample_tries: int = 0

@@ -377,7 +377,16 @@ def _shown(value: object) -> str:
 # The means of a run's statistics, and its speed.
 
 COUNTS = ("iterations", "backbone_calls", "head_calls", "head_evaluations", "draft_backbone_calls", "bound")
-MEASURED = ("difference", "divergence", "audit", "audit_error")  # of a method whose guarantee is "measured"
+MEASURED = (  # of a method whose guarantee is "measured"
+    "difference",
+    "difference_error",
+    "difference_worst_percent",
+    "difference_worst",
+    "divergence",
+    "divergence_error",
+    "audit",
+    "audit_error",
+)
 WORTH = 1.05  # times as fast as baseline sampling: below, there is no speed-up
 LAZY = "lazy_backbone_calls"
 
@@ -448,18 +457,21 @@ def measured(stats: Sequence[Mapping]) -> dict[str, float | None]:
 
 def measured_lines(summary: Mapping) -> list[tuple[str, str, str]]:
     """The measured values of a summary, for people: (title, value, meaning) each."""
-    meanings = {
-        "difference": "s.d. of a token (r.m.s.) from the full chain's of the same condition and noise, held-out",
-        "divergence": "nats per token, of its chain from the full one of the same condition, held-out",
-        "audit": "nats per token, the divergence estimated on these images",
-    }
-    error = summary.get("audit_error")
-    if error is not None:
-        meanings["audit"] = f"+- {error:.3f} {meanings['audit']}, and its standard error"
+
+    def error_of(name: str) -> str:
+        error = summary.get(f"{name}_error")
+        return "" if error is None else f"+- {error:.3f} "
+
     lines = []
-    for name, meaning in meanings.items():
-        if summary.get(name) is not None:
-            lines.append((name, f"{summary[name]:.3f}", meaning))
+    if summary.get("difference") is not None:
+        meaning = "s.d. of a token (r.m.s.) from the full chain's of the same condition and noise, held-out"
+        lines.append(("difference", f"{summary['difference']:.3f}", error_of("difference") + meaning))
+    if summary.get("difference_worst") is not None:
+        meaning = f"s.d. or more for 1 % of these tokens, and {summary['difference_worst']:.3f} for the worst one"
+        lines.append(("worst tokens", f"{summary['difference_worst_percent']:.3f}", meaning))
+    if summary.get("audit") is not None:
+        meaning = f"{error_of('audit')}nats per token, of the chains from the full ones, estimated on these images"
+        lines.append(("audit", f"{summary['audit']:.3f}", meaning))
     return lines
 
 

@@ -1,7 +1,7 @@
 """Fits the calibrations of the bundled models at their usual settings: python scripts/bundle_calibrations.py
 
-MAR models get the calibrations of `speculative` and `calibrated`, VQ models the tokens per round of every draft
-configuration. Nothing here depends on the device. The files in checkpoints/*/calibration/ are replaced.
+Models with a diffusion head get the calibrations of `speculative` and `calibrated`, VQ models the tokens per round of
+every draft configuration. Nothing here depends on the device. The files in checkpoints/*/calibration/ are replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cspd.models import bundled
 PROMPT = "a red heart"
 
 
-def fit_mar(engine: Engine) -> None:
+def fit_head(engine: Engine) -> None:
     """Fits the drafts of `speculative` and the segments of `calibrated`."""
     calibrations = engine.runner.tuning.calibrations["target"]
     calibrations.get(engine.check(Request(0, method="speculative")))
@@ -45,7 +45,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as cache:
             os.environ["XDG_CACHE_HOME"] = cache
             engine = cspd.load(name, max_batch=1, device="cpu")
-            {"MAR": fit_mar, "VQ": count_vq}[engine.runner.family](engine)
+            {"MAR": fit_head, "causal": fit_head, "VQ": count_vq}[engine.runner.family](engine)
             folder.mkdir()
             files = [
                 Path(shutil.copy(file, folder)) for file in sorted(user_cache().glob("*.*"))

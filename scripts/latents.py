@@ -1,7 +1,8 @@
-"""Training data of MAR models: the latents of a data set, encoded once, and batches of them."""
+"""Training data of models of continuous tokens: the latents of a data set, encoded once, and batches of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,28 +10,41 @@ import torch
 from pictures import Data
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import trange
 from training import FIRST_SEED, is_first
 
 from cspd.files import publishing
-from mar.vae import AutoencoderKL
 
 PART = 500  # images that are encoded at a time
 
 
 class Latents(NamedTuple):
-    """Posterior means and standard deviations of the tokens of images, float16 [N, L, d], and labels int64 [N]."""
+    """The posteriors of the tokens of images, float16, and labels int64 [N].
+
+    Attributes:
+        means: [N, L, d]. stds: standard deviations [N, L, d], or an S-VAE's concentrations [N, L, 1].
+    """
 
     means: Tensor
     stds: Tensor
     labels: Tensor
 
 
-def latents(vae: AutoencoderKL, data: Data, num: int, device: torch.device, cache: Path, settings: dict) -> Latents:
-    """The latents of `num` training images, scaled to unit variance, from the file `cache` or computed.
+def latents(
+    encode: Callable[[Tensor], tuple[Tensor, Tensor]],
+    data: Data,
+    num: int,
+    device: torch.device,
+    cache: Path,
+    settings: dict,
+) -> Latents:
+    """The latents of `num` training images, from the file `cache` or computed.
 
     The file is replaced if it was computed with other settings, plain values.
+
+    Args:
+        encode: images [B, 3, H, W] on the device -> means and stds [B, L, d], see `Latents`.
     """
     made_with = {name: str(value) for name, value in settings.items()}
     if cache.exists():
@@ -38,14 +52,14 @@ def latents(vae: AutoencoderKL, data: Data, num: int, device: torch.device, cach
             if file.metadata() == made_with:
                 return Latents(*(file.get_tensor(name) for name in Latents._fields))
 
-    vae = vae.to(device)
     parts = []
     for start in trange(0, num, PART, desc="latents"):
         images, labels = data.draw(min(PART, num - start), FIRST_SEED + start, "train")
         with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16):
-            mean, logvar = vae.encode(images.to(device))
-        std = (0.5 * logvar.float()).exp()
-        parts.append((_tokens(mean * vae.config.scale), _tokens(std * vae.config.scale), labels))
+            encoded = encode(images.to(device))
+        # unlike an inference tensor, a clone can be trained on
+        means, stds = (tokens.half().cpu().contiguous().clone() for tokens in encoded)
+        parts.append((means, stds, labels))
     whole = Latents(*(torch.cat(each) for each in zip(*parts)))
     if is_first():
         cache.parent.mkdir(parents=True, exist_ok=True)
@@ -54,11 +68,13 @@ def latents(vae: AutoencoderKL, data: Data, num: int, device: torch.device, cach
     return whole
 
 
-def _tokens(latent: Tensor) -> Tensor:
-    """Latents [B, d, h, w] to tokens [B, h * w, d], on the CPU."""
-    return (
-        latent.flatten(2).transpose(1, 2).half().cpu().contiguous().clone()
-    )  # unlike an inference tensor, a clone can be trained on
+class Guessing(nn.Module):
+    """A model of continuous tokens, and a layer that predicts the means of its tokens from z, of `width` numbers."""
+
+    def __init__(self, model: nn.Module, width: int) -> None:
+        super().__init__()
+        self.model = model
+        self.guess = nn.Linear(width, model.config.token_dim)  # type: ignore[union-attr, arg-type, operator]
 
 
 class Batch(NamedTuple):

@@ -13,13 +13,14 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import first_step
 import torch
-from latents import Batch, Batches, latents
+from latents import Batch, Batches, Guessing, latents
 from pictures import add_data_options, data_of
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from training import Loss, chosen, device_of_process, export, fit, go_on_with, run_main
 
@@ -60,13 +61,17 @@ def head_loss(
     }
 
 
-class Guessing(nn.Module):
-    """A MAR and a layer that predicts the means of its tokens."""
+def encoder(vae: AutoencoderKL, device: torch.device) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """The `encode` of `latents`: the posteriors of tokens, scaled to unit variance."""
+    vae = vae.to(device)
 
-    def __init__(self, mar: MAR) -> None:
-        super().__init__()
-        self.mar = mar
-        self.guess = nn.Linear(mar.config.embed_dim, mar.config.token_dim)
+    def encode(images: Tensor) -> tuple[Tensor, Tensor]:
+        mean, logvar = vae.encode(images)
+        scaled = mean * vae.config.scale, (0.5 * logvar.float()).exp() * vae.config.scale
+        mean, std = (each.flatten(2).transpose(1, 2) for each in scaled)
+        return mean, std
+
+    return encode
 
 
 def conditions(model: MAR, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,9 +156,9 @@ def loss_of_whole(guessing: Guessing, batches: Batches, rows: int) -> Loss:
     def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
         batch = batches(number)
         with torch.autocast(batches.device.type, torch.bfloat16):
-            x0, mean, z = conditions(guessing.mar, batch)
+            x0, mean, z = conditions(guessing.model, batch)
             guess = guessing.guess(z).float()
-        head, picked = guessing.mar.head, some(rows, batch, x0, z)
+        head, picked = guessing.model.head, some(rows, batch, x0, z)
         loss, shown = head_loss(head, *picked, batch.generator, FIRST_STEP_WEIGHT["whole"])
         missed = F.mse_loss(guess, mean)
         return loss + missed, shown | {"guess": round(missed.item(), 4)}
@@ -189,11 +194,12 @@ def main() -> None:
     num_classes = len(source.classes)
     drawn = chosen(args, "data", "size", "upright", "images") | {"vae": file_fingerprint(args.vae)}
     settings = drawn | chosen(args, "arch", "steps", "batch", "rows", "mask_ratio_min", "lr")
-    data = latents(vae, source, args.images, device, args.latents, drawn)
+    data = latents(encoder(vae, device), source, args.images, device, args.latents, drawn)
     batches = Batches(data, args.batch, args.mask_ratio_min, device)
 
     torch.manual_seed(0)
-    guessing = Guessing(new_model(args, vae, num_classes, settings)).to(device).train()
+    model = new_model(args, vae, num_classes, settings)
+    guessing = Guessing(model, model.config.embed_dim).to(device).train()
     guessing, seconds = fit(
         guessing,
         loss_of_whole(guessing, batches, args.rows),
@@ -202,9 +208,9 @@ def main() -> None:
         steps=args.steps,
         lr=args.lr,
         hidden=in_the_transformer,
-        show=lambda averaged: samples(averaged.mar, vae, num_classes, device),
+        show=lambda averaged: samples(averaged.model, vae, num_classes, device),
     )
-    model = guessing.mar
+    model = guessing.model
     if args.head_steps:
         first_step.keep(model.head)  # the averaged model is a copy without hooks
         average, head_seconds = fit(

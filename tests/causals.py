@@ -1,8 +1,4 @@
-"""Golden tensors of SphereAR and BitDance, and the small models in them.
-
-The tensors were made by the authors' code, in float32 on a CPU. Its weights and noise were random numbers that float16
-represents, so the files hold them as float16; the autoencoder of `bitdance_4x` is that of `bitdance`.
-"""
+"""Golden tensors of SphereAR and BitDance, and the small models in them."""
 
 from __future__ import annotations
 
@@ -10,15 +6,29 @@ import torch
 from golden_files import Golden
 from torch import Tensor
 
+from cspd import noise
 from cspd.causal.autoencoders import BitAutoencoder, BitAutoencoderConfig, SphereVAE, SphereVAEConfig
 from cspd.causal.models import Causal, CausalConfig
 from cspd.causal.registry import AUTOENCODERS, CAUSALS, CausalSpec, SamplingDefaults
 from mar.checkpoint import _shapes
 
-NAMES = ("sphere", "bitdance", "bitdance_4x")
-LABELS, STEPS = torch.tensor([3, 7]), 12
+NAMES = ("sphere", "bitdance", "bitdance_4x", "bitdance_16x")
+LABELS, SEEDS, STEPS = torch.tensor([3, 7]), torch.tensor([1, 2]), 12
 SPHERE_VAE = SphereVAEConfig(8, 64, (64, 8, 16, 64), encoder_layers=1, decoder_layers=1, side=4)
 BIT_AUTOENCODER = BitAutoencoderConfig(8, 32, (2, 1, 1), num_res_blocks=1)
+
+
+def chain_normals(seed: Tensor, position: Tensor, channels: int) -> Tensor:
+    """x_0 and the noise of each step, [STEPS + 1, R, channels], of chains with seeds and positions int64 [R]."""
+    step = torch.arange(STEPS, 0, -1)
+    return torch.cat([noise.initial(seed, position, channels)[None], noise.steps(seed, position, step, channels)])
+
+
+def normals_of(token: int, num_rows: int, length: int, channels: int) -> Tensor:
+    """`chain_normals` of a token of the golden samples; of rows beyond the labels it is the null row's own first."""
+    own = torch.full_like(SEEDS, token)
+    position = torch.cat([own, torch.full_like(SEEDS, length)])[:num_rows]
+    return chain_normals(SEEDS.repeat(2)[:num_rows], position, channels)
 
 
 def config_of(settings: dict, binary: bool) -> CausalConfig:
@@ -26,7 +36,8 @@ def config_of(settings: dict, binary: bool) -> CausalConfig:
     shared = ("dim", "n_layer", "n_head", "diff_dim", "diff_layers", "diff_adanln_layers", "latent_dim")
     own = {name: settings[name] for name in (*shared, "cls_token_num", "num_classes")}
     stride = settings["down_size" if binary else "patch_size"]
-    return CausalConfig(**own, binary=binary, parallel_num=settings.get("parallel_num", 1), side=4, stride=stride)
+    own |= {"parallel_num": settings.get("parallel_num", 1), "side": settings["resolution"] // stride}
+    return CausalConfig(**own, binary=binary, stride=stride)
 
 
 class CausalGolden(Golden):
@@ -34,28 +45,17 @@ class CausalGolden(Golden):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"{name}.safetensors")
-        if name == "bitdance_4x":
-            shared = Golden("bitdance.safetensors")
-            self.update((key, shared[key]) for key in shared if key.startswith(("weights.vae.", "encode.")))
-        self.update((key, value.float()) for key, value in self.items())
-        weights = {key.removeprefix("weights."): value for key, value in self.items() if key.startswith("weights.")}
-        self.official = weights
         binary = name != "sphere"
         self.model = Causal(config_of(self.config, binary)).eval().requires_grad_(False)
-        self.model.load_state_dict({key: value for key, value in weights.items() if not key.startswith("vae.")})
+        self.model.load_state_dict({key: self.weights[key] for key in self.weights if not key.startswith("vae.")})
         vae = BitAutoencoder(BIT_AUTOENCODER) if binary else SphereVAE(SPHERE_VAE)
         self.vae = vae.eval().requires_grad_(False)
-        own = {key.removeprefix("vae."): value for key, value in weights.items() if key.startswith("vae.")}
-        self.vae.load_state_dict(own)
+        inside = {key.removeprefix("vae."): self.weights[key] for key in self.weights if key.startswith("vae.")}
+        self.vae.load_state_dict(inside)
 
-    def normals(self, kind: str):
-        """The authors' noise of a token and a number of rows: [STEPS + 1, rows, d], x_0 first."""
-
-        def of_token(token: int, rows: int) -> Tensor:
-            noise = self[f"{kind}.noise"][token - 1] if token else self[f"{kind}.noise_first"]
-            return noise.reshape(STEPS + 1, rows, -1)
-
-        return of_token
+    def normals(self, token: int, num_rows: int) -> Tensor:
+        """The noise of a token and a number of rows: [STEPS + 1, rows, d], x_0 first."""
+        return normals_of(token, num_rows, self.model.config.seq_len, self.model.config.token_dim)
 
     def conditions(self, kind: str) -> Tensor:
         """z [L, rows, P dim]: the file's conditions, and the position that is added to them."""
@@ -65,11 +65,7 @@ class CausalGolden(Golden):
 
     def tokens(self, kind: str) -> Tensor:
         """The tokens [L, rows, d], the unconditional rows last."""
-        return self[f"{kind}.heads"].flatten(2)
-
-    def as_theirs(self, latents: Tensor) -> Tensor:
-        """SphereAR's authors decode cells [B, h * w, channels]."""
-        return latents if self.model.config.binary else latents.flatten(2).transpose(1, 2)
+        return self[f"{kind}.heads"].float().flatten(2)
 
 
 def named(golden: CausalGolden, monkeypatch) -> None:

@@ -1,15 +1,18 @@
-"""Golden tensors, made by the code that MAR's and LlamaGen's authors released."""
+"""Golden tensors, made by the code that the models' authors released; make_golden.py makes most of the files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from cspd import noise
+from cspd.noise import Purpose
 from mar.model import MAR, MARConfig
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -22,14 +25,37 @@ SAMPLE_SETTINGS = {  # settings of the samples in MAR's file
 }
 
 
+def drawn(stream: int, shape: Sequence[int]) -> Tensor:
+    """Uniform numbers of mean 0 and variance 1, the same on every machine."""
+    draws = noise.uniform(torch.tensor(0), Purpose.LATENT, torch.tensor(stream), num=math.prod(shape))
+    return (draws - 0.5).view(*shape) * math.sqrt(12)
+
+
+def drawn_weights(shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """Weights of a model by the names and shapes of its parameters."""
+    weights = {}
+    for stream, name in enumerate(sorted(shapes)):
+        values = drawn(stream, shapes[name])
+        if values.dim() > 1:
+            weights[name] = values / math.sqrt(math.prod(values.shape[1:]))
+        else:
+            weights[name] = 0.1 * values + name.endswith("weight")  # of a norm, or a bias
+    return weights
+
+
 class Golden(dict):
-    """The tensors of a golden file by name, with `config` and `weights` of its model."""
+    """The tensors of a golden file by name, with `config` and `weights` of its model.
+
+    The weights are in the file (`model.`), or else drawn: then the file has their names and shapes.
+    """
 
     def __init__(self, name: str) -> None:
         with safe_open(GOLDEN / name, "pt") as file:
             super().__init__({key: file.get_tensor(key) for key in file.keys()})
-            self.config = json.loads(file.metadata()["config"])
-        self.weights = {key.removeprefix("model."): value for key, value in self.items() if key.startswith("model.")}
+            metadata = file.metadata()
+        self.config = json.loads(metadata["config"])
+        self.weights = drawn_weights(json.loads(metadata.get("shapes", "{}")))
+        self.weights |= {key.removeprefix("model."): self[key] for key in self if key.startswith("model.")}
 
 
 class GoldenNoise:

@@ -128,11 +128,9 @@ class Case:
     def calibration(self, frozen: bool = False) -> Calibration:
         return fit(*self.trace(256, 2**40).chains, self.schedule, self.temperature, frozen)
 
-    def chains(self, draft: Calibration, window: int, noise=cspd_noise, precision=FP32, graphs=None) -> Chains:
+    def chains(self, draft: Calibration, window: int, noise=cspd_noise, precision=FP32, **more) -> Chains:
         table = draft_table(draft.coefficients, draft.drift, self.schedule, window, self.temperature)
-        return Chains(
-            self.head, self.schedule, torch.as_tensor(table), precision, noise, graphs=graphs, trace_sigma=True
-        )
+        return Chains(self.head, self.schedule, torch.as_tensor(table), precision, noise, trace_sigma=True, **more)
 
     def start(self, chains: Chains, num: int, seed: int, which: slice = slice(None)) -> None:
         """Starts the chains `which` of `num`; each is owned by its index."""

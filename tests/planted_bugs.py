@@ -141,6 +141,49 @@ BUGS = [
         "last = column",
         "causal/test_models.py",
     ),
+    Bug(
+        "an image's colours depend on its batch",
+        "cspd/causal/runner.py",
+        "else latents.contiguous()",
+        "else latents",
+        "causal/test_runner.py",
+    ),
+    Bug(
+        "the statistics of a latent are rounded by its batch",
+        "cspd/causal/autoencoders.py",
+        "self.gamma(fill(deviation))",
+        "self.gamma(deviation)",
+        "causal/test_runner.py",
+    ),
+    # block verification
+    Bug(
+        "noise that a block has looked at is used again",
+        "cspd/heads/verify.py",
+        "view(-1, slots.draws.shape[-1])[at] =",
+        "view(-1, slots.draws.shape[-1])[at * 0] =",
+        "heads/test_velocity.py",
+    ),
+    Bug(
+        "the weight of a block's prefix forgets its own excess",
+        "cspd/heads/block.py",
+        "total - total.cummax(1).values.clamp(min=0)",
+        "total.clamp(max=0)",
+        "heads/test_block.py",
+    ),
+    Bug(
+        "a block's prefix is judged by the wrong next state",
+        "cspd/heads/block.py",
+        "gap.double().roll(-1, 1)",
+        "gap.double()",
+        "heads/test_velocity.py",
+    ),
+    Bug(
+        "a rejected block goes on from the weight of a longer prefix",
+        "cspd/heads/block.py",
+        "pad(log_c[:, :-1], (1, 0))",
+        "pad(log_c[:, 1:], (0, 1))",
+        "heads/test_velocity.py",
+    ),
     # the noise
     Bug(
         "acceptance draws shared with the initial noise",
@@ -471,6 +514,35 @@ BUGS = [
         "        except Exception as error:  # the compilers raise all kinds\n",
         "        except Exception as error:\n            raise\n",
         "test_graphs.py",
+    ),
+    # training of SphereAR
+    Bug(
+        "cells of an S-VAE too close to their means",
+        "scripts/spherical.py",
+        "Beta(concentration.cpu() + rest / 2, rest / 2)",
+        "Beta(concentration.cpu() + rest, rest / 2)",
+        "test_spheres.py",
+    ),
+    Bug(
+        "divergence of an S-VAE's cells from a smaller sphere",
+        "scripts/spherical.py",
+        "- math.lgamma(dim / 2)",
+        "- math.lgamma(dim)",
+        "test_spheres.py",
+    ),
+    Bug(
+        "velocity from token to noise",
+        "scripts/train_sphere.py",
+        "torch.lerp(noise, x1, t.unsqueeze(1))",
+        "torch.lerp(x1, noise, t.unsqueeze(1))",
+        "test_spheres.py",
+    ),
+    Bug(
+        "score too large in the authors' loop",
+        "scripts/sphere_loop.py",
+        "drift = v + (1 - t) * score",
+        "drift = v + score",
+        "test_spheres.py",
     ),
 ]
 

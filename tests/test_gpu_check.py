@@ -46,8 +46,8 @@ def settings():
 def test_a_crash_an_error_or_a_hang_loses_one_case(tmp_path, capsys):
     """After an error the process is replaced: CUDA may fail in all that it does from then on."""
     out = tmp_path / "gpu.json"
-    one = part(out, "one", "killed", "unusable", "fine", "hang", "fine again")
-    report = check(out, one, case_seconds=LIMIT)
+    one = part(out, "one", "killed", "unusable", "fine", "hang", "fine again")._replace(case_seconds=LIMIT)
+    report = check(out, one)
     found = report["parts"]["one"]
     assert f"exit code -{signal.SIGKILL.value}" in found["killed"]["lost"] and f"{LIMIT:g} s" in found["hang"]["lost"]
     assert "illegal memory access" in found["unusable"]["error"]
@@ -61,7 +61,7 @@ def test_a_crash_an_error_or_a_hang_loses_one_case(tmp_path, capsys):
     # what raised an error is run again, what was lost is not
     before = begun(out)
     assert before == ["killed", "unusable", "fine", "hang", "fine"]
-    check(out, one, case_seconds=LIMIT)
+    check(out, one)
     assert begun(out) == [*before, "unusable"]
 
 

@@ -222,6 +222,22 @@ def test_captures_are_counted(monkeypatch):
     assert runs.bytes == 2**21 and "2 MiB" in runs.summary()
 
 
+def test_graphs_take_a_bounded_part_of_the_memory(monkeypatch):
+    """Each takes a 32nd of it, and two fill a generation."""
+    with standin.cuda():
+        total = 2**30
+        memory = iter(range(total, 0, -total // 64))  # read before and after each capture
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(memory), total))
+        runs = Graphs(standin.DEVICE)
+        taken = []
+        for size in range(1, 10):
+            runs.run("double", double, torch.ones(size, device=standin.DEVICE))
+            taken.append(runs.bytes)
+            assert len(runs._generations) <= 2
+        monkeypatch.undo()
+    assert max(taken) == graphs.MEMORY_SHARE * total
+
+
 def test_bench_reports_captures():
     with standin.cuda():
         engine = Engine(MARModels(toy_mar()), max_batch=1, device=standin.DEVICE)

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 import training
+from latents import Guessing
 from pictures import data_of
 from PIL import Image
 from programs import class_images, run_program
 from safetensors.torch import load_file
 from torch import nn
-from train_mar import Guessing, in_the_transformer, may_be_half
+from train_mar import in_the_transformer, may_be_half
 from training import MUON_FACTOR, _optimizers, export, fit
 
 from cspd.checkpoints import checkpoint_files
@@ -150,14 +151,14 @@ def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, monkeypatch, hi
 
 
 def test_muon_trains_the_transformers_matrices_and_adamw_all_else():
-    model = Guessing(create_mar("mar_emoji64_draft"))
+    model = Guessing(create_mar("mar_emoji64_draft"), 96)
     adamw, muon = _optimizers(model, in_the_transformer, lr=0.1, weight_decay=0.0)
     own = {
         optimizer: {id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in (adamw, muon)
     }
     blocks = {
         id(p)
-        for stack in (model.mar.encoder_blocks, model.mar.decoder_blocks)
+        for stack in (model.model.encoder_blocks, model.model.decoder_blocks)
         for p in stack.parameters()
         if p.ndim == 2
     }

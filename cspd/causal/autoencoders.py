@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cspd.causal.models import HEAD_DIM, NORM_EPS, Block, RMSNorm, rotary_angles
+from mar.head import fill
 from mar.vae import group_norm
 
 # S-VAE (arXiv 2509.24335): convolutions, then a transformer over the cells; cells lie on a sphere.
@@ -265,8 +266,10 @@ class _AdaptiveNorm(nn.Module):
 
     def forward(self, x: Tensor, latents: Tensor) -> Tensor:
         cells = latents.flatten(2)
-        scale = self.gamma((cells.var(-1) + NORM_EPS).sqrt())
-        shift = self.beta(cells.mean(-1))
+        deviation = (cells.var(-1) + NORM_EPS).sqrt()
+        # padded, so that an image is rounded alike in every batch
+        scale = self.gamma(fill(deviation))[: len(x)]
+        shift = self.beta(fill(cells.mean(-1)))[: len(x)]
         normed = F.group_norm(x, 32, eps=NORM_EPS)
         return scale[..., None, None] * normed + shift[..., None, None]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ from cspd.device import Precision, check_fits
 from cspd.graphs import Graphs
 from cspd.heads import calibrated, speculative  # noqa: F401
 from cspd.heads.chain import ANCESTRAL_MIXED, DENOISERS, Denoiser, run_plain_round
+from cspd.heads.speculative import VERIFICATION
 from cspd.heads.tuning import Tuning
 from cspd.method import Method, register_family
 from cspd.models import NO_NAMES, ClassNames
@@ -57,11 +58,12 @@ def drawing(name: str, summary: str, papers: dict[str, str], denoiser: Denoiser)
 # MAR's chains may begin at a later timestep than the first; here there is no such choice
 ANCESTRAL = Denoiser(DENOISERS["ancestral"].denoise, "exact", mixed=ANCESTRAL_MIXED)
 AR = drawing("ar", "baseline sampling: every token takes all steps of the head's chain", PAPERS, ANCESTRAL)
+SPECULATION = DENOISERS["speculative"]
 SPECULATIVE = drawing(
     "speculative",
     "speculates on the diffusion head's own denoising chain; no draft model",
     {"2501.05370": "Accelerated Diffusion Models via Speculative Sampling"},
-    DENOISERS["speculative"],
+    replace(SPECULATION, options=(*SPECULATION.options, VERIFICATION)),
 )
 CALIBRATED = drawing(
     "calibrated",

@@ -13,7 +13,7 @@ from cspd.causal.models import Causal, CausalConfig
 from mar.checkpoint import KINDS, Kind, lookup, model_of
 from mar.tensors import read_tensors
 
-# Every model and autoencoder by name: the official sizes, for images of 256 pixels.
+# Every model and autoencoder by name: the official sizes, for images of 256 pixels, and the bundled ones.
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,17 @@ def _bits(size: CausalConfig, cfg: float, parallel_num: int = 1) -> CausalSpec:
     return CausalSpec(config, SamplingDefaults(cfg))
 
 
+_EMOJI = CausalConfig(
+    dim=128,
+    n_layer=5,
+    n_head=4,
+    diff_dim=128,
+    side=8,
+    stride=8,
+    cls_token_num=4,
+    num_classes=10,
+)  # the bundled model
+
 CAUSALS: dict[str, CausalSpec] = {
     "sphere_ar_b": _sphere(_B, 4.5),
     "sphere_ar_l": _sphere(_L, 4.6),
@@ -57,10 +68,14 @@ CAUSALS: dict[str, CausalSpec] = {
     "bitdance_b_16x": _bits(_B, 6.1, parallel_num=16),
     "bitdance_l_1x": _bits(_L, 4.0),
     "bitdance_h_1x": _bits(_H, 4.55),
+    "sphere_ar_emoji64": CausalSpec(_EMOJI, SamplingDefaults(4.0, "constant", 0.9)),
 }
 Autoencoder = SphereVAE | BitAutoencoder
 AUTOENCODERS: dict[str, SphereVAEConfig | BitAutoencoderConfig] = {
     "s_vae": SphereVAEConfig(),
+    "s_vae_emoji64": SphereVAEConfig(
+        z_channels=128, cnn_chs=(16, 32, 64, 128), encoder_layers=1, decoder_layers=1, side=8
+    ),
     "ae_d16c32": BitAutoencoderConfig(),
 }
 

@@ -285,5 +285,5 @@ class CausalRunner:
     def _decode(self, latents: Tensor) -> Tensor:
         """Images of latents [B, c, h, w], rounded alike in every batch."""
         # convolutions of a single image are rounded differently, so it is decoded twice
-        several = latents.repeat(2, 1, 1, 1) if len(latents) == 1 else latents
+        several = latents.repeat(2, 1, 1, 1) if len(latents) == 1 else latents.contiguous()
         return self.vae.decode(several)[: len(latents)]  # type: ignore[union-attr]

@@ -29,7 +29,7 @@ from cspd.method import METHODS, PUBLISHED, find, method_names, parse_method, wi
 from cspd.option import COMMON
 from cspd.plots import Panel, Point, speed_quality
 from cspd.request import Request, RoundStats
-from cspd.runs import measured, models_of, what_ran
+from cspd.runs import measured, measured_lines, models_of, what_ran
 from cspd.terminal import if_stopped
 
 # `cspd bench`: the speed of sampling, end to end, relative to baseline sampling.
@@ -258,7 +258,8 @@ COLUMNS = [
     ("accepted", 8, "alpha", ".1%"),
     ("bound", 6, "bound", ".3f"),
     ("difference", 10, "difference", ".3f"),
-    ("divergence", 10, "divergence", ".3f"),
+    ("+- s.e.", 7, "difference_error", ".3f"),
+    ("worst 1 %", 9, "difference_worst_percent", ".3f"),
     ("audit", 6, "audit", ".3f"),
     ("+- s.e.", 7, "audit_error", ".3f"),
     ("overhead", 8, "overhead", ".0%"),
@@ -451,9 +452,8 @@ def _show_calibrated(engine: Engine, request: Request) -> None:
         if len(plan.steps) in SHOWN:
             print(f"  {len(plan.steps):>3}: {plan.cost:7.3f} nats per token")
     print(f"chosen: {request.head_calls} head calls, at the steps {', '.join(map(str, shortcut.steps))}")
-    print(f"  r.m.s. difference from the full chain's tokens: {shortcut.difference.item():.4f} standard deviations")
-    if has_noise:
-        print(f"  divergence of the path, measured on held-out tokens: {shortcut.divergence.item():.3f} nats per token")
+    for title, value, meaning in measured_lines(shortcut.measured()):
+        print(f"  {title}: {value} {meaning}")
     print(f"cached in {calibrations.folder_of(request, Shortcut) or NO_FOLDER}")
 
 

@@ -289,7 +289,7 @@ def _serve(parser: Parser) -> None:
     parser.description = (
         "Serves a web page: pick a class or write a prompt, and watch two methods generate the image side by\n"
         "side. Programs use it by the shapes of OpenAI's image API, at /v1. Each model has one engine, whose\n"
-        "slots are shared by the requests of all clients. It needs FastAPI, uvicorn and prometheus_client:\n"
+        "slots are shared by the requests of all clients. It needs FastAPI and others:\n"
         "pip install 'cspd[serve]'."
     )
     parser.epilog = """\

@@ -301,10 +301,10 @@ def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks
     if guarantee == "bounded":
         bound = _mean_bound(costs)
     near = measured(costs)
-    audit_error = near.pop("audit_error")
-    audit_interval = None
-    if audit_error is not None:
-        audit_interval = around("audit", near["audit"], audit_error)
+    measured_intervals = {}
+    for name in ("difference", "audit"):
+        error = near.pop(f"{name}_error")
+        measured_intervals[f"{name}_ci95"] = None if error is None else around(name, near[name], error)
 
     def mean(name: str) -> float:
         return sum(cost.get(name, 0) for cost in costs) / len(costs)
@@ -326,7 +326,7 @@ def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks
         "step_compression": mean("step_compression") if is_vq else None,
         **bound,
         **near,
-        "audit_ci95": audit_interval,
+        **measured_intervals,
         "peak_bytes": max(own.peak_bytes for own, _ in turns),
     }
 

@@ -100,15 +100,16 @@ COLUMNS = [
         "difference",
         ".3f",
         "Root mean square difference between its tokens and those of the full chain, with the same conditions and"
-        " noise, on held-out tokens, in standard deviations of a token.",
+        " noise, on held-out tokens, in standard deviations of a token{interval}.",
     ),
+    Column("difference_worst_percent", "worst 1 %", ".3f", "The difference that 1 % of these tokens reach."),
     Column(
-        "divergence",
-        "divergence",
+        "audit",
+        "audit",
         ".3f",
-        "KL divergence of its chains from the full ones, with the same conditions, on held-out tokens; nats per token.",
+        "KL divergence of its chains from the full ones, with the same conditions, on these images{interval}; nats per"
+        " token.",
     ),
-    Column("audit", "audit", ".3f", "The same divergence, estimated on these images{interval}."),
     Column(
         "pixel_difference",
         "pixel difference",
@@ -131,7 +132,7 @@ COLUMNS = [
     Column("p_unpaired", "p unpaired", ".3f", "The same test against baseline sampling of other seeds."),
 ]
 # the columns that have an interval, as {key}_ci95
-INTERVALS = ("accuracy", "fid", "inception_score", "clip_score", "clip_difference", "bound", "audit")
+INTERVALS = ("accuracy", "fid", "inception_score", "clip_score", "clip_difference", "bound", "difference", "audit")
 INTERVAL = " [95 % interval]"
 WIDTH = 120  # of the table and the notes in a terminal
 

@@ -56,6 +56,7 @@ RANGES = {
     "clip_score": (0.0, 100.0),
     "clip_difference": (-100.0, 100.0),
     "bound": (0.0, 1.0),
+    "difference": (0.0, math.inf),
     "audit": (0.0, math.inf),
 }
 
@@ -279,7 +280,7 @@ class Space:
 
 SPACES = {  # by name
     "digits": Space(CLASSIFIERS["digits32"], ("digits32", "digits32_vq")),
-    "emoji": Space(CLASSIFIERS["emoji64"], ("emoji64", "emoji64_text")),
+    "emoji": Space(CLASSIFIERS["emoji64"], ("emoji64", "emoji64_sphere", "emoji64_text")),
 }
 
 

@@ -37,11 +37,13 @@ class Part(NamedTuple):
         share: of the time of all parts.
         cases: makes the cases, by name; it does no work yet. A case returns what it found: "passed" is False if
             something is wrong, "skipped" is the reason why nothing was done.
+        case_seconds: a case that takes longer is ended, and lost.
     """
 
     name: str
     share: float
     cases: Callable[[Settings], Cases]
+    case_seconds: float = 120.0
 
 
 # The child process.
@@ -50,7 +52,6 @@ class Part(NamedTuple):
 # in the process that has the report.
 
 START_SECONDS = 300.0  # for a process to import everything
-CASE_SECONDS = 120.0
 GRACE_SECONDS = 5.0  # for a process that has no more cases
 NO_GRAPH = "no CUDA graph of"  # in the warning of `cspd.graphs`
 NO_ROOM = "GiB free"  # in the error of `cspd.device.check_fits`
@@ -59,10 +60,9 @@ NO_ROOM = "GiB free"  # in the error of `cspd.device.check_fits`
 class Worker:
     """A process that runs cases of a part. It is replaced after an error, a crash or a hang, which costs one case."""
 
-    def __init__(self, part: Part, settings: Settings, case_seconds: float) -> None:
+    def __init__(self, part: Part, settings: Settings) -> None:
         self._part = part
         self._settings = settings
-        self._case_seconds = case_seconds
         self._process: Any = None
 
     def run(self, name: str) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Worker:
             if self._process is None:
                 self._start()
             self._connection.send(name)
-            found = self._receive(self._case_seconds)
+            found = self._receive(self._part.case_seconds)
         except TimeoutError as error:
             found = {"lost": str(error)}
         except (EOFError, ConnectionError):
@@ -157,7 +157,6 @@ def run_cases(
     minutes: float = 9.0,
     overwrite: bool = False,
     progress: bool = True,
-    case_seconds: float = CASE_SECONDS,
 ) -> dict[str, Any]:
     """Checks a device and returns the report, which is in the file `out` from the first case on.
 
@@ -165,8 +164,7 @@ def run_cases(
     and has no result was lost with its process: it is not run again either, since it may be what ended the process.
 
     Args:
-        tiny: small models, which take seconds anywhere. minutes: for all parts. case_seconds: a case that takes
-            longer is ended, and lost.
+        tiny: small models, which take seconds anywhere. minutes: for all parts.
         overwrite: start again.
 
     Raises:
@@ -188,7 +186,7 @@ def run_cases(
             share = part.share / sum(each.share for each in parts[i:])
             until = time.monotonic() + share * left
             found = report["parts"].setdefault(part.name, {})
-            _run_part(part, settings, found, until, case_seconds, save)
+            _run_part(part, settings, found, until, save)
             bar.update()
     return report
 
@@ -210,11 +208,10 @@ def _run_part(
     settings: Settings,
     found: dict[str, dict],
     until: float,
-    case_seconds: float,
     save: Callable[[], None],
 ) -> None:
     """Runs the missing cases of a part; saves after each, and before it begins."""
-    worker = Worker(part, settings, case_seconds)
+    worker = Worker(part, settings)
     name = ""
     try:
         for name in part.cases(settings):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cspd import kernels, noise
 from cspd.device import Precision
-from cspd.heads.calibration import LARGEST, Trace, check_arrays, frozen, least_squares, predict
+from cspd.heads.calibration import LARGEST, TRACE_TOKENS, Trace, check_arrays, frozen, least_squares, predict
 from cspd.heads.chain import (
     ContinuousRunner,
     Denoised,
@@ -440,15 +440,20 @@ class Shortcut:
         steps: int16 [N], S from T - 1 down to 0.
         corrections: float32 [N, 2], added to the weights of the next call's state on this call's x and eps.
         difference: float32 [1], root mean square difference of held-out tokens from the full chain's with the same z
-            and noise, in standard deviations of a token's channels.
-        divergence: float32 [1], KL(q || p) of the same tokens' paths from the full chain's, nats per token; infinite
-            without noise.
+            and noise, in standard deviations of a token's channels. difference_error: float32 [1], its standard error,
+            by the differences between images.
+        difference_worst: float32 [2], the same of single tokens: what 1 % of them reach, and the largest.
+        divergence, divergence_error: float32 [1], KL(q || p) of some of these tokens' paths from the full chain's,
+            nats per token, and its standard error; infinite without noise.
     """
 
     steps: np.ndarray
     corrections: np.ndarray
     difference: np.ndarray
+    difference_error: np.ndarray
+    difference_worst: np.ndarray
     divergence: np.ndarray
+    divergence_error: np.ndarray
 
     def check(self, num_steps: int) -> None:
         """Raises ValueError unless shapes, types and ranges are right for T = `num_steps` denoising steps."""
@@ -457,7 +462,10 @@ class Shortcut:
             "steps": (np.int16, (num_calls,), 0, num_steps - 1),
             "corrections": (np.float32, (num_calls, 2), -LARGEST, LARGEST),
             "difference": (np.float32, (1,), 0, LARGEST),
+            "difference_error": (np.float32, (1,), 0, np.inf),
+            "difference_worst": (np.float32, (2,), 0, LARGEST),
             "divergence": (np.float32, (1,), 0, np.inf),
+            "divergence_error": (np.float32, (1,), 0, np.inf),
         }
         check_arrays("a shortcut", vars(self), wanted)
         if num_calls < 2 or self.steps[0] != num_steps - 1 or self.steps[-1] or (np.diff(self.steps) >= 0).any():
@@ -467,11 +475,25 @@ class Shortcut:
         """The segment after each of its calls."""
         return make_segments(tuple(self.steps.tolist()), s, predictor, self.corrections, null_every, device)
 
+    def measured(self) -> dict[str, float | None]:
+        """The measured values, by their names in `RoundStats`; None if not finite."""
+        worst_percent, worst = self.difference_worst.tolist()
+        found = {
+            "difference": self.difference.item(),
+            "difference_error": self.difference_error.item(),
+            "difference_worst_percent": worst_percent,
+            "difference_worst": worst,
+            "divergence": self.divergence.item(),
+            "divergence_error": self.divergence_error.item(),
+        }
+        return {name: value if math.isfinite(value) else None for name, value in found.items()}
+
 
 def fit_shortcut(
     head: Head,
     seen: Trace,
-    held_out: Trace,
+    choosing: Trace,
+    reported: Trace,
     s: Schedule,
     predictor: Predictor,
     steps: tuple[int, ...],
@@ -483,51 +505,86 @@ def fit_shortcut(
 
     The predictor was fitted with each call on the full chain's path. Chains that skip head calls leave that path. So
     the state at the end of each segment is fitted again, by least squares, to the full chain's of the same noise. The
-    corrections are used only if they bring held-out tokens nearer to the full chain's.
+    corrections are used only if they bring other tokens nearer to the full chain's.
 
     Args:
-        seen, held_out: on the head's device. steps: S. advance: called with each share of the work, 1 in all. The
-            others are as in `make_segments`.
+        seen, choosing, reported: the traces that corrections are fitted to, kept or dropped by, and measured on; on the
+            head's device. steps: S. advance: called with each share of the work, 1 in all. The others are as in
+            `make_segments`.
     """
     device = seen.x.device
     corrections = np.zeros((len(steps), 2), np.float32)
     segments = make_segments(steps, s, predictor, corrections, null_every, device)
-    difference = _difference(head, held_out, segments, s, precision)
+    error = _squares(head, choosing, segments, s, precision).mean()
 
     fitted = _corrections(head, seen, segments, s, precision)
     corrected = make_segments(steps, s, predictor, fitted, null_every, device)
-    corrected_difference = _difference(head, held_out, corrected, s, precision)
-    if not difference <= corrected_difference:  # `difference` may be NaN
-        corrections, segments, difference = fitted, corrected, corrected_difference
-    if not math.isfinite(difference):
+    corrected_error = _squares(head, choosing, corrected, s, precision).mean()
+    if not error <= corrected_error:  # `error` may be NaN
+        corrections, segments = fitted, corrected
+
+    squares = _squares(head, reported, segments, s, precision)
+    if not squares.isfinite().all():
         raise ValueError(f"head_calls={len(steps)}: these tokens are not finite; give more head calls")
+    variances = (reported.tokens - reported.tokens.mean(0)).square().mean(1)
+    squared, squared_error = ratio_over_images(squares, variances, reported.seed)
+    difference = squared**0.5
+    of_token = (squares / variances.mean()).sqrt()
+    worst = torch.stack([of_token.quantile(0.99), of_token.max()])
+    audited = reported.some(TRACE_TOKENS)  # an audit of all steps takes most of the time
+    divergences = _divergences(head, audited, segments, s, precision, advance)
+    divergence, divergence_error = ratio_over_images(divergences, torch.ones_like(divergences), audited.seed)
     return Shortcut(
         steps=np.array(steps, np.int16),
         corrections=corrections,
         difference=np.float32([difference]),
-        divergence=np.float32([_divergence(head, held_out, segments, s, precision, advance)]),
+        # the error of a square root (delta method)
+        difference_error=np.float32([squared_error / (2 * difference) if difference else 0.0]),
+        difference_worst=worst.cpu().numpy(),
+        divergence=np.float32([divergence]),
+        divergence_error=np.float32([divergence_error]),
     )
 
 
-def _difference(head: Head, chains: Trace, segments: list[Segment], s: Schedule, precision: Precision) -> float:
-    """See `Shortcut`."""
+def ratio_over_images(values: Tensor, weights: Tensor, image: Tensor) -> tuple[float, float]:
+    """The sum of tokens' `values` by the sum of their `weights`, and its standard error; infinite if unknown.
+
+    Tokens of one image have much in common, so only images count as independent: the linearised variance of a ratio of
+    sums over clusters (Cochran, Sampling Techniques, 1977, section 11.8). All arguments are [N]; `image` numbers the
+    images, and a single one has no error.
+    """
+    _, of_image = image.unique(return_inverse=True)
+    num = int(of_image.max()) + 1
+    sums = torch.zeros(2, num, dtype=torch.float64, device=values.device)
+    sums.index_add_(1, of_image, torch.stack([values, weights]).double())
+    total, weight = sums.sum(1).tolist()
+    ratio = total / weight
+    if not math.isfinite(ratio):
+        return math.inf, math.inf
+    if num == 1:
+        return ratio, math.inf
+    residuals = sums[0] - ratio * sums[1]
+    variance = residuals.square().sum().item() * num / (num - 1)
+    return ratio, variance**0.5 / weight
+
+
+def _squares(head: Head, chains: Trace, segments: list[Segment], s: Schedule, precision: Precision) -> Tensor:
+    """Mean square difference [N] of each token's channels from the full chain's."""
     tokens = _run(head, chains, segments, s, precision)
-    error = (tokens - chains.tokens).square().mean()
-    variance = chains.tokens.var(0).mean()
-    return (error / variance).sqrt().item()
+    return (tokens - chains.tokens).square().mean(1)
 
 
-def _divergence(
+def _divergences(
     head: Head,
     chains: Trace,
     segments: list[Segment],
     s: Schedule,
     precision: Precision,
     advance: Advance = no_advance,
-) -> float:
-    """See `Shortcut`; most of the work of a fit."""
+) -> Tensor:
+    """KL(q || p) [N] of each token's path; most of the work of a fit. Infinite without noise."""
     if not (chains.temperature > 0).all():
-        return math.inf
+        return torch.full_like(chains.temperature[:, 0], math.inf)
     everywhere = torch.ones(len(chains.seed), len(chains.x), dtype=torch.bool, device=chains.x.device)
     audit = Audit(head, chains.z, chains.scale, chains.temperature, segments, s, precision, everywhere, rate=1.0)
 
@@ -536,7 +593,7 @@ def _divergence(
         advance(1 / len(segments))
 
     _run(head, chains, segments, s, precision, look)
-    return audit.total.mean().nan_to_num(math.inf, posinf=math.inf).item()
+    return audit.total.nan_to_num(math.inf, posinf=math.inf)
 
 
 def _corrections(head: Head, chains: Trace, segments: list[Segment], s: Schedule, precision: Precision) -> np.ndarray:
@@ -671,15 +728,13 @@ def at_hand(request: Request, runner: ContinuousRunner) -> tuple[Request, float]
 
 
 class _Fitted:
-    """The segments of a model's shortcut and the difference of its tokens, shared by sequences of equal settings."""
+    """The segments of a model's shortcut and its measured values, shared by sequences of equal settings."""
 
     def __init__(self, runner: ContinuousRunner, model: str, request: Request) -> None:
         calibrations = runner.tuning.calibrations[model]
         shortcut = calibrations.shortcut(request)
         self.segments = calibrations.segments(request)
-        self.difference = shortcut.difference.item()
-        divergence = shortcut.divergence.item()
-        self.divergence = divergence if math.isfinite(divergence) else None  # infinite without noise
+        self.measured = shortcut.measured()
         self.num_full = sum(segment.is_full for segment in self.segments)
 
 
@@ -720,7 +775,7 @@ def denoise(
     tokens = by_row(runner, None if visit else ("calibrated", model, kind, index), draw, rows, z)
     calls = np.full(len(tokens), len(segments))
     evaluations = calls + fitted.num_full * (len(z) - 1)
-    measured = Measured(fitted.difference, fitted.divergence, audit and audit.total)
+    measured = Measured(fitted.measured, audit and audit.total)
     denoised = Denoised(tokens, calls, len(segments), evaluations, measured=measured)
     if not densities:
         return denoised

@@ -225,6 +225,11 @@ def _simulate(accepted: Tensor) -> Tensor:
 # Traces: chains of the model's own samples. Predictions of the head are fitted to them and measured on them.
 
 TRACE_TOKENS, TRACE_ITERATIONS, TRACE_SEED = 256, 8, 2**40
+REPORTED_IMAGES, REPORTED_SEED = 16, 2**42  # images differ more than an image's tokens: a few would not show the error
+
+# The part of the images that a trace has. A fit sees the first, chooses by the second, and what is reported of it is
+# measured on the third: the smallest of several values that were measured on the same images is too small.
+SEEN, CHOOSING, REPORTED = PARTS = ("seen", "choosing", "reported")
 
 
 class Trace(NamedTuple):
@@ -263,15 +268,27 @@ class Trace(NamedTuple):
             )
         return Trace(*(_of_tokens(values, which) for values in self))
 
+    def some(self, num: int) -> Trace:
+        """About `num` of the tokens, evenly from all iterations and images."""
+        step = max(1, len(self.seed) // num)
+        which = torch.arange(0, len(self.seed), step, device=self.seed.device)
+        return Trace(*(_of_tokens(values, which) for values in self))
+
 
 def _of_tokens(values: Tensor, which: Tensor) -> Tensor:
     """The tokens `which` of a field of `Trace`, along its last dimension but one, or its only one."""
     return values.index_select(max(0, values.dim() - 2), which)
 
 
-def num_traced(length: int, device: torch.device) -> int:
-    """Images of L tokens in a trace: at least two, or one on a CPU, where a large model would take minutes."""
-    return max(1 if device.type == "cpu" else 2, -(-TRACE_TOKENS // length))
+def num_traced(length: int, device: torch.device, part: str = SEEN) -> int:
+    """Images of L tokens in a part's trace.
+
+    Fits take at least two, or one on a CPU, where a large model would take minutes.
+    """
+    least = 1 if device.type == "cpu" else 2
+    if part == REPORTED:
+        least = REPORTED_IMAGES
+    return max(least, -(-TRACE_TOKENS // length))
 
 
 def trace(
@@ -280,23 +297,23 @@ def trace(
     device: torch.device,
     precision: Precision,
     make_runner: MakeRunner,
-    held_out: bool = False,
+    part: str = SEEN,
     advance: Advance = no_advance,
 ) -> Trace:
-    """Samples 256 tokens with labels and iterations mixed; `held_out` ones have other labels and seeds.
+    """Samples the images of a part, with labels and iterations mixed; each part has other labels and seeds.
 
     `advance` is called with each share of the work, 1 in all.
     """
     length, num_classes = model.config.seq_len, model.config.class_num
-    num_images = num_traced(length, device)
+    num_images = num_traced(length, device, part)
     spread = max(1, num_classes // num_images)  # distance between labels
-    first = num_images if held_out else 0
+    seeds = {SEEN: TRACE_SEED, CHOOSING: TRACE_SEED + num_images, REPORTED: REPORTED_SEED}
     common = {"num_iter": min(TRACE_ITERATIONS, length), "cfg": request.cfg, "cfg_schedule": request.cfg_schedule}
     common |= {"temperature": request.temperature, "num_sampling_steps": request.num_sampling_steps}
     batch = []
     for i in range(num_images):
-        label = (i * spread + bool(first)) % num_classes
-        batch.append(Sequence(Request(label, TRACE_SEED + first + i, "ar", **common), ticket=i, slot=i))
+        label = (i * spread + PARTS.index(part)) % num_classes
+        batch.append(Sequence(Request(label, seeds[part] + i, "ar", **common), ticket=i, slot=i))
     runner, watch = make_runner(model, num_images, device, precision), Stopwatch(device)
     runner.admit(batch)
     parts: list[Trace] = []

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -140,10 +140,9 @@ def full_conditions(runner: ContinuousRunner, batch: list[Sequence], rows: Rows)
 
 
 class Measured(NamedTuple):
-    """Differences from the full chain, see `cspd.request.RoundStats`; `audit`: [R], or None without an audit."""
+    """Differences from the full chain, by their names in `RoundStats`; `audit`: [R], or None without an audit."""
 
-    difference: float
-    divergence: float | None
+    values: Mapping[str, float | None]
     audit: Tensor | None = None
 
 
@@ -713,7 +712,8 @@ def advance(
         stats.head_calls_per_token += made.calls[own].sum().item() / num_generated
         stats.head_evaluations += made.evaluations[own].sum().item()
         if made.measured:
-            stats.difference, stats.divergence = made.measured.difference, made.measured.divergence
+            for name, value in made.measured.values.items():
+                setattr(stats, name, value)
             if made.measured.audit is not None and sequence.num_committed == runner.seq_len:
                 made_at = runner.order[sequence.slot, -num_generated:].sort().values
                 audit = runner.audit[sequence.slot, made_at]

@@ -42,6 +42,7 @@ from cspd.heads.verify import (
     UNRESOLVED,
     Slots,
     capacity_for,
+    draw_after_block,
     draw_residual,
     first_step,
     lookup,
@@ -137,6 +138,7 @@ class Chains:
         graphs: captures and replays the launches; by default nothing is captured.
         trace_sigma: also sum log sigma_p along the chains, see `Finished`.
         drafting: the head is a draft model's; its uniform draws and candidates differ from the target's.
+        by_block: judge a window's states together, see `cspd.heads.block`; only for chains of fixed variances.
         compiled: run passes through torch.compile; the results agree to rounding.
 
     Attributes:
@@ -154,6 +156,7 @@ class Chains:
         graphs: Graphs | None = None,
         trace_sigma: bool = False,
         drafting: bool = False,
+        by_block: bool = False,
         compiled: bool = False,
     ) -> None:
         self.head, self.schedule, self.precision = head, s, precision
@@ -161,7 +164,7 @@ class Chains:
         self._fast_head = precision.prepare(head)
         self.trace_sigma, self.drafting = trace_sigma, drafting
         self.num_steps, self.window = table.shape[:2]
-        self._lookup = lookup(table, fixed=not s.log_sigma_slope.any())
+        self._lookup = lookup(table, fixed=not s.log_sigma_slope.any(), by_block=by_block)
         self._move = move_on(head, self.device, compiled)
         with precision.full():
             self._t_embed = head.time_embed(send({"names": s.timestep_map}, self.device)["names"])
@@ -342,7 +345,7 @@ class Chains:
     def _resolve(self, chains: list[_Chain]) -> None:
         """Draws unresolved states from the first block of candidates."""
         slots, first = self._slots, self._residual(0, FIRST_BLOCK)
-        written = [slots.state, slots.progress]
+        written = [slots.state, slots.progress, slots.draws]
         progress = self._graphs.run((slots.key, "residual"), first, self._padded(chains), state=written)
         self._ignore_past_launches(chains)
         if not self._late:
@@ -357,8 +360,10 @@ class Chains:
             self._ignore_past_launches(chains)
 
     def _residual(self, first: int, max_tries: int) -> Callable[[Tensor], Tensor]:
-        """`draw_residual` of candidates `first` .. `max_tries` - 1, as a function of slots."""
+        """`draw_residual` of candidates `first` .. `max_tries` - 1, or `draw_after_block`, as a function of slots."""
         offset = DRAFT_OFFSET if self.drafting else 0
+        if self._lookup.by_block:
+            return functools.partial(draw_after_block, self._slots, self.noise, offset, self.window)
         return functools.partial(draw_residual, self._slots, self.noise, offset, first, max_tries)
 
     def _ignore_past_launches(self, chains: list[_Chain]) -> None:
@@ -406,6 +411,17 @@ DRAFT = Option(
     " (frozen: no calibration, lower acceptance)",
     default="calibrated",
 )
+VERIFICATIONS = {
+    "steps": "each drafted state is accepted or rejected by itself",
+    "block": "a window's states are judged together: fewer head calls, but each rejection takes more work",
+}
+VERIFICATION = Option(  # for heads whose variances are fixed
+    "verification",
+    VERIFICATIONS,
+    "whether drafted states are judged one by one (steps) or a window together (block: fewer head calls, more work"
+    " per rejection)",
+    default="steps",
+)
 # for short chains, which here always begin at timestep 999
 REMEDY = f"give num_sampling_steps=100, or ar's chains with first_timestep={SHORT_FIRST}"
 
@@ -439,6 +455,7 @@ def _make_chains(runner: ContinuousRunner, model: str, request: Request, trace_s
         graphs=runner.graphs,
         trace_sigma=trace_sigma,
         drafting=model == "draft",
+        by_block=request.verification == "block",
         compiled=runner.tuning.compiled,
     )
 

@@ -23,7 +23,20 @@ from cspd.device import Precision, seconds_of, send
 from cspd.files import ArrayCache, Kind, content_hash, measured_once, of_device, remember, user_cache
 from cspd.graphs import Graphs
 from cspd.heads.calibrated import Plan, Predictor, Segment, Shortcut, fit_predictor, fit_shortcut, plan_of
-from cspd.heads.calibration import TRACE_SEED, WINDOWS, Calibration, Trace, draft_table, fit, frozen, trace
+from cspd.heads.calibration import (
+    CHOOSING,
+    PARTS,
+    SEEN,
+    TRACE_SEED,
+    WINDOWS,
+    Calibration,
+    Trace,
+    draft_table,
+    fit,
+    frozen,
+    num_traced,
+    trace,
+)
 from cspd.heads.chain import MakeRunner, Schedule, drawing
 from cspd.heads.speculative import Chains
 from cspd.heads.verify import table_size
@@ -200,10 +213,11 @@ def _time_one_size(chains: Chains, z: Tensor, graphs: Graphs, compiled: bool) ->
 # and costs in the user's cache folder. The key of an entry has everything that it depends on. The bundled checkpoints
 # come with calibrations for their usual settings (scripts/bundle_calibrations.py).
 
-# the time of a fit in units of one trace, without its traces: measured with `digits32`
+# the time of a fit in units of one trace, without its traces, and the traces that it needs: measured with `digits32`
 WORK = {Calibration: 0.15, Predictor: 0.3, Shortcut: 0.9}
+TRACES = {Calibration: (SEEN,), Predictor: (SEEN, CHOOSING), Shortcut: PARTS}
 COSTS_SCHEMA = "cspd.costs/3"  # 3: with graphs and torch.compile it times the captured and compiled code
-SCHEMAS = {Calibration: "cspd.calibration/1", Predictor: "cspd.predictor/1", Shortcut: "cspd.shortcut/1"}
+SCHEMAS = {Calibration: "cspd.calibration/1", Predictor: "cspd.predictor/1", Shortcut: "cspd.shortcut/2"}
 
 
 class Tuning(DraftChooser):
@@ -283,7 +297,7 @@ class Calibrations:
         self._weights: str | None = None
         self._plans: dict[tuple, Plan] = {}
         self._segments: dict[str, list[Segment]] = {}
-        self._traces: tuple[dict, dict[bool, Trace]] = {}, {}  # the last settings, and their traces
+        self._traces: tuple[dict, dict[str, Trace]] = {}, {}  # the last settings, and their traces
         self._advance = no_advance  # the progress bar of the fit that is running
 
     @contextlib.contextmanager
@@ -293,8 +307,8 @@ class Calibrations:
             yield
             return
         missing = [kind for kind in kinds if self.find(request, kind) is None]
-        traces = {held_out for kind in missing for held_out in (False, kind is not Calibration)}
-        work = len(traces - self._remembered(request).keys()) + sum(WORK[kind] for kind in missing)
+        traces = {part for kind in missing for part in TRACES[kind]} - self._remembered(request).keys()
+        work = sum(map(self._work, traces)) + sum(WORK[kind] for kind in missing)
         settings = f"cfg={request.cfg:g}, temperature={request.temperature:g}, {request.num_sampling_steps} steps"
         how = f"{settings}, {self.precision.policy}"
         folder = next(iter(self._cache.writable), "memory")
@@ -366,7 +380,7 @@ class Calibrations:
     @torch.inference_mode()
     def _fit(self, request: Request) -> Calibration:
         with self.fitting(request, Calibration):
-            chains = self._trace(request, held_out=False).chains
+            chains = self._trace(request, SEEN).chains
             made = fit(*chains, self._schedule(request), request.temperature, request.draft == "frozen")
             self._advance(WORK[Calibration])
         return made
@@ -374,8 +388,8 @@ class Calibrations:
     @torch.inference_mode()
     def _fit_predictor(self, request: Request) -> Predictor:
         with self.fitting(request, Predictor):
-            seen, held_out = (self._trace(request, held_out).finite().chains for held_out in (False, True))
-            made = fit_predictor(seen, held_out, self._schedule(request), request.temperature)
+            seen, choosing = (self._trace(request, part).finite().chains for part in (SEEN, CHOOSING))
+            made = fit_predictor(seen, choosing, self._schedule(request), request.temperature)
             self._advance(WORK[Predictor])
         return made
 
@@ -383,27 +397,30 @@ class Calibrations:
     def _fit_shortcut(self, request: Request) -> Shortcut:
         with self.fitting(request, Predictor, Shortcut):
             predictor, steps = self.predictor(request), self.plan(request, request.head_calls).steps
-            seen, held_out = (self._trace(request, held_out).finite().to(self.device) for held_out in (False, True))
+            traces = [self._trace(request, part).finite().to(self.device) for part in PARTS]
             advance = lambda share: self._advance(share * WORK[Shortcut])  # noqa: E731
             own = self._schedule(request), predictor, steps
-            given = seen, held_out, *own, request.null_every, self.precision
-            return fit_shortcut(self.model.head, *given, advance)
+            return fit_shortcut(self.model.head, *traces, *own, request.null_every, self.precision, advance)
 
     def _schedule(self, request: Request) -> Schedule:
         """The chain of a request's tokens."""
         return self.model.head.schedule(request.num_sampling_steps)
 
-    def _trace(self, request: Request, held_out: bool) -> Trace:
+    def _trace(self, request: Request, part: str) -> Trace:
         """Chains of the model's own samples; the last ones are remembered, since several fits use them."""
         traces = self._remembered(request)
-        if held_out not in traces:
-            traces[held_out] = trace(
-                self.model, request, self.device, self.precision, self.make_runner, held_out, self._advance
-            )
-        return traces[held_out]
+        if part not in traces:
+            advance = lambda share: self._advance(share * self._work(part))  # noqa: E731
+            traces[part] = trace(self.model, request, self.device, self.precision, self.make_runner, part, advance)
+        return traces[part]
 
-    def _remembered(self, request: Request) -> dict[bool, Trace]:
-        """The remembered traces of a request's settings, by whether they are held out."""
+    def _work(self, part: str) -> float:
+        """The time of a part's trace, in units of the trace that the fits see."""
+        length = self.model.config.seq_len
+        return num_traced(length, self.device, part) / num_traced(length, self.device)
+
+    def _remembered(self, request: Request) -> dict[str, Trace]:
+        """The remembered traces of a request's settings, by part."""
         settings = self._of_chains(request)
         if self._traces[0] != settings:
             self._traces = settings, {}

@@ -31,7 +31,6 @@ NUMBERS = {  # statistics to show: their titles and formats
     "alpha": ("drafts accepted", ".1%"),
     "bound": ("bound on total variation", ".3g"),
     "difference": ("difference from the full chain", ".3f"),
-    "divergence": ("divergence, nats per token", ".3f"),
     "audit": ("audited, nats per token", ".3f"),
 }
 

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import email
 import json
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator
-from email.message import Message
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Literal
 
 import fastapi
 import pydantic
 from fastapi.responses import StreamingResponse
 from PIL import ImageOps
+from starlette.datastructures import Headers
+from starlette.formparsers import MultiPartException, MultiPartParser
 
 from cspd.method import parse_method
 from cspd.request import Inpainting, Request
@@ -166,30 +166,29 @@ def add_routes(app: fastapi.FastAPI, jobs: Jobs) -> None:
     async def edit(request: fastapi.Request) -> Any:
         body = await read(request)
         with refusing():
-            fields = fields_of(request.headers["content-type"], body)
+            fields = await fields_of(request.headers, body)
         return await _answer(request, jobs, parse_fields(Edit, fields), "image_edit")
 
 
-def fields_of(content_type: str, body: bytes) -> dict[str, str | bytes]:
-    """The fields of a form, RFC 7578; files as bytes. A list of files has the name `image[]`.
+async def fields_of(headers: Headers, body: bytes) -> dict[str, str | bytes]:
+    """The fields of a form; files as bytes. A list of files has the name `image[]`.
 
     Raises ValueError if the form is damaged, has too many fields, or has one twice.
     """
-    header = Message()
-    header["content-type"] = content_type
-    delimiter = b"\r\n--" + header.get_boundary("").encode()
-    _, *parts = (b"\r\n" + body).split(delimiter, MOST_FIELDS + 1)
-    if not parts or not parts[-1].startswith(b"--"):
-        raise ValueError(f"the form is damaged, or has more than {MOST_FIELDS} fields: send multipart/form-data")
+
+    async def stream() -> AsyncGenerator[bytes, None]:
+        yield body
+
+    try:
+        form = await MultiPartParser(headers, stream(), max_files=MOST_FIELDS, max_fields=MOST_FIELDS).parse()
+    except MultiPartException as error:
+        raise ValueError(f"the form cannot be read ({error.message}): send multipart/form-data") from None
     fields: dict[str, str | bytes] = {}
-    for part in parts[:-1]:
-        head, _, content = part.partition(b"\r\n\r\n")
-        headers = email.message_from_string(head.decode(errors="replace").lstrip())
-        name = str(headers.get_param("name", "", "content-disposition")).removesuffix("[]")
+    for name, value in form.multi_items():
+        name = name.removesuffix("[]")
         if name in fields:
             raise ValueError(f"the form has {shortened(name)} twice: send one")
-        is_file = headers.get_param("filename", None, "content-disposition") is not None
-        fields[name] = content if is_file else content.decode()
+        fields[name] = value if isinstance(value, str) else await value.read()
     return fields
 
 

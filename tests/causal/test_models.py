@@ -30,32 +30,31 @@ def test_conditions_after_the_authors_tokens(golden, kind):
 @pytest.mark.parametrize("kind", GUIDANCE)
 def test_tokens_of_the_authors_conditions(golden, kind):
     """At token 0 the linear scale is 1, and the authors draw both branches apart."""
-    model, z, normals = golden.model, golden.conditions(kind), golden.normals(kind)
+    model, z = golden.model, golden.conditions(kind)
     for token, expected in enumerate(golden.tokens(kind)):
         branches = 2 if kind == "guided" and token else 1
         scale = guidance_scale(GUIDANCE[kind], "linear", token, model.config.seq_len)
         by_branch = z[token].unflatten(0, (branches, -1))
-        drawn = draw_published(model.head, by_branch, scale, STEPS, 1.0, normals(token, by_branch.shape[1]))
+        drawn = draw_published(model.head, by_branch, scale, STEPS, 1.0, golden.normals(token, by_branch.shape[1]))
         assert relative_error(model.finish(drawn).repeat(branches, 1), expected) < 1e-4
 
 
 @pytest.mark.parametrize("kind", GUIDANCE)
 def test_whole_samples_with_the_authors_noise(golden, kind):
-    model, normals = golden.model, golden.normals(kind)
+    model = golden.model
     given = {"cfg": GUIDANCE[kind], "num_sampling_steps": STEPS}
-    tokens = sample_published(model, LABELS, **given, normals=lambda token, shape: normals(token, shape[1]))
+    tokens = sample_published(model, LABELS, **given, normals=lambda token, shape: golden.normals(token, shape[1]))
     expected = golden.tokens(kind)[:, :2].transpose(0, 1)
     if model.config.binary:
         assert torch.equal(tokens, expected)  # no chain ends near 0
     else:  # with these random weights a rounding error about doubles from token to token
         assert relative_error(tokens[:, :5], expected[:, :5]) < 1e-4
-        assert relative_error(tokens, expected) < 0.2
+        assert relative_error(tokens, expected) < 0.05
 
 
 @pytest.mark.parametrize("kind", GUIDANCE)
 def test_images_of_the_authors_tokens(golden, kind):
     latents = golden.model.unpatchify(golden.tokens(kind)[:, :2].transpose(0, 1))
-    assert torch.equal(golden.as_theirs(latents), golden[f"{kind}.latents"])
     assert relative_error(golden.vae.decode(latents), golden[f"{kind}.images"]) < 1e-4
     patches = golden.model.patchify(latents)
     assert torch.equal(golden.model.unpatchify(patches), latents)

@@ -37,7 +37,7 @@ def test_a_file_with_its_autoencoder_inside(name, key, tmp_path, monkeypatch):
     golden = CausalGolden(name)
     named(golden, monkeypatch)
     path = tmp_path / "official.pt"
-    torch.save({key: golden.official, "steps": 3}, path)
+    torch.save({key: golden.weights, "steps": 3}, path)
     model, vae = load_causal(path)
     assert model.config == golden.model.config
     for ours, theirs in ((model, golden.model), (vae, golden.vae)):
@@ -59,9 +59,9 @@ def test_other_shapes_are_refused(tmp_path, monkeypatch):
     golden = CausalGolden("sphere")
     named(golden, monkeypatch)
     path = tmp_path / "official.pt"
-    torch.save({"ema": golden.official | {"norm.weight": torch.ones(65)}}, path)
+    torch.save({"ema": golden.weights | {"norm.weight": torch.ones(65)}}, path)
     with pytest.raises(CheckpointError, match=r"norm\.weight"):
         load_causal(path)
-    torch.save({"ema": golden.official | {"vae.encoder.norm.weight": torch.ones(65)}}, path)
+    torch.save({"ema": golden.weights | {"vae.encoder.norm.weight": torch.ones(65)}}, path)
     with pytest.raises(CheckpointError, match=r"encoder\.norm\.weight"):
         load_causal(path)

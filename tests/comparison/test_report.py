@@ -80,7 +80,7 @@ def test_without_quality_its_columns_and_plots_are_missing(made, tmp_path):
 
 def test_a_wide_table_continues_below(made):
     content, _ = made
-    content["rows"][1] |= {key: 0.25 for key in ("difference", "divergence", "audit", "p_unpaired", "inception_score")}
+    content["rows"][1] |= {key: 0.25 for key in ("difference", "audit", "p_value", "p_unpaired", "inception_score")}
     tables = report.text_table(content).split("\n* ")[0].split("\n\n")
     assert len(tables) == 2 and all(len(line) <= report.WIDTH for table in tables for line in table.splitlines())
     assert all("configuration" in table for table in tables)
@@ -126,13 +126,13 @@ def test_the_page_needs_no_other(made, tmp_path):
 
 def test_measured_values_are_shown_for_their_row_only(made):
     content, _ = made
-    measured = {"difference": 0.0461, "divergence": 0.5375, "pixel_difference": 3.25}
+    measured = {"difference": 0.0461, "difference_worst_percent": 0.1375, "pixel_difference": 3.25}
     content["rows"][1] |= measured | {"guarantee": "measured", "audit": 0.52, "audit_ci95": [0.42, 0.62]}
     html = report.html_page(content, [])
     assert '<span class="tag measured">measured</span>' in html and ".measured {" in html
     titles, *lines = Page(html).rows
     cells = [dict(zip(titles, line)) for line in lines]
-    shown = {"difference": "0.046", "divergence": "0.537", "audit": "0.520 [0.420, 0.620]", "pixel difference": "3.2"}
+    shown = {"difference": "0.046", "worst 1 %": "0.138", "audit": "0.520 [0.420, 0.620]", "pixel difference": "3.2"}
     assert {title: cells[1][title] for title in shown} == shown
     assert all(cells[0][title] == cells[2][title] == "" for title in shown)
     _, line, *_ = csv.DictReader(io.StringIO(report.csv_table(content)))
