@@ -686,6 +686,7 @@ class Sequence:
         num_under_way: tokens whose denoising chains have begun but not ended. `num_started` counts them and the
             committed ones; together these are the first tokens of the generation order.
         reached: `num_started` after each iteration.
+        audits: of a VQ sequence with a relaxed rule, each round's audit, see `cspd.discrete.drafts.price`.
         complete_stats: fills in `stats`; called once the device has finished the sequence.
         refresh: writes the current per-token costs to the slot for previews; otherwise they are written when the
             sequence finishes.
@@ -706,6 +707,7 @@ class Sequence:
     num_committed: int = 0
     num_under_way: int = 0
     reached: list[int] = field(default_factory=list)
+    audits: list[float] = field(default_factory=list)
     stats: RoundStats = field(default_factory=RoundStats)
     complete_stats: Callable[[], None] = lambda: None
     refresh: Callable[[], None] = lambda: None

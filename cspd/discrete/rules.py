@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cspd.discrete.gpt import VQModel
-from cspd.option import VQ_OPTIONS, Option, check_integer
+from cspd.option import BUDGET, VQ_OPTIONS, Option, check_integer
 from cspd.request import Request
 from cspd.transformer import steps
 
@@ -499,6 +499,13 @@ PARAMETERS: dict[str, tuple[Option, ...]] = {  # of each rule
         OPTIMAL,
     ),
 }
+DIALS: dict[str, tuple[str, tuple[float, ...]]] = {  # the parameter that a budget chooses, and its values, of each rule
+    "uniform-rsd": ("delta", (1.01, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 3.0, 4.0)),
+    "cool-sd": ("delta", (1.01, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 3.0, 4.0)),
+    "lantern": ("delta", (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)),
+    "lantern++": ("lam", (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)),
+    "gsd": ("group", (2, 3, 5, 10, 14, 25, 50)),
+}
 RULE = Option("rule", PARAMETERS, "how drafted tokens are accepted", default="exact")
 DEFAULTS = {option.name: option.default for options in PARAMETERS.values() for option in options}
 MAX_DEPTHS = 2**16  # of a chain or tree
@@ -760,7 +767,8 @@ def rule_options(rule: str = "exact", **defaults: object) -> tuple[Option, ...]:
             if option.fits(own):
                 option = option.but(default=own, implied=False)
             options.append(option.but(only_with=("rule", (name,))))
-    return tuple(options)
+    of_dials = f"{BUDGET.help}. Chooses delta, lam or group in their place"
+    return *options, BUDGET.but(help=of_dials, only_with=("rule", tuple(DIALS)))
 
 
 # Neighbours in the codebook, for rules that pool the probability of near codes.
