@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from cspd.checkpoints import checkpoint_files, family_of, run_settings
+from cspd.checkpoints import checkpoint_files, family_of, load, run_settings
+from cspd.cli.flags import parser_of
 from cspd.cli.options import (
     check_classes,
     check_method,
@@ -83,6 +84,7 @@ from cspd.evaluation.run import (
     write_grid,
 )
 from cspd.files import Place, checked_json, place_of, write_json
+from cspd.method import METHODS
 from cspd.option import BUNDLED, DEFAULTS, option_names
 from cspd.request import Request
 from cspd.runs import (
@@ -324,7 +326,7 @@ USUAL_NUM = 500  # images of a class-conditional model
 
 def run_evaluate(args: argparse.Namespace) -> None:
     if args.like:
-        run_paper(args, run_evaluate)
+        run_paper(args, lambda words: parser_of(words, METHODS).parse_args(words), _check_family, run_evaluate)
         return
     args.out = place_of(str(args.out))
     part = part_of(args.shard)
@@ -359,6 +361,15 @@ def run_evaluate(args: argparse.Namespace) -> None:
         with held:
             about = _about_sampling(args, engine, shards.manifest, summary) | shards.largest_tokens()
             _report(args, shards, shards.subjects(), how, about)
+
+
+SMALL = {"MAR": "emoji64", "VQ": "digits32_vq"}  # bundled models that take the settings of the official ones
+
+
+def _check_family(args: argparse.Namespace, family: str) -> None:
+    """Raises ValueError for settings that models of this family refuse, without their weights."""
+    if family in SMALL:
+        load(SMALL[family], device="cpu", max_batch=1).check(request_of(args, 0, args.seed))
 
 
 def _measure_folder(args: argparse.Namespace) -> None:

@@ -11,13 +11,9 @@ from typing import Any
 import yaml
 from tabulate import tabulate
 
-from cspd.checkpoints import load
-from cspd.cli.flags import parser_of
-from cspd.cli.options import request_of
 from cspd.evaluation.metrics import INCEPTION, load_reference
 from cspd.evaluation.run import RECORD
 from cspd.files import checked_json
-from cspd.method import METHODS
 from cspd.terminal import choice
 
 PAPERS = Path(__file__).parents[1] / "evaluation" / "papers"
@@ -25,7 +21,6 @@ PREFIX = "paper:"
 SHAPE = {"paper": str, "table": str, "family": str, "common": dict, "rows": [dict]}
 FILES = ("checkpoint", "vae", "draft_checkpoint", "ref", "weights")  # settings that are files
 TITLES = {"fid": "FID", "inception_score": "IS"}
-SMALL = {"MAR": "emoji64", "VQ": "digits32_vq"}  # bundled models that take the settings of the official ones
 OF_ALL = ("--like", "--out")  # flags of the table, not of its rows
 
 
@@ -37,16 +32,13 @@ def read_paper(name: str) -> dict:
     return yaml.safe_load(known[name].read_bytes())
 
 
-def arguments_of(settings: Mapping[str, Any], typed: Sequence[str], out: str) -> argparse.Namespace:
+def arguments_of(settings: Mapping[str, Any], typed: Sequence[str], out: str) -> list[str]:
     """The arguments of a row's own `cspd evaluate`: the published settings, then those that the user typed."""
     words = ["evaluate"]
     for key, value in settings.items():
         if key not in ("name", "published"):
             words += [f"--{key.replace('_', '-')}", str(value)]
-    words += [*typed, "--out", out]
-    args = parser_of(words, METHODS).parse_args(words)
-    args.line = shlex.join(["cspd", *words])
-    return args
+    return [*words, *typed, "--out", out]
 
 
 def typed_in(line: str) -> list[str]:
@@ -62,22 +54,38 @@ def typed_in(line: str) -> list[str]:
     return shared
 
 
-def run_paper(args: argparse.Namespace, evaluate: Callable[[argparse.Namespace], Any]) -> None:
+def run_paper(
+    args: argparse.Namespace,
+    parse: Callable[[list[str]], argparse.Namespace],
+    check: Callable[[argparse.Namespace, str], None],
+    evaluate: Callable[[argparse.Namespace], Any],
+) -> None:
     """Runs every row whose weights are there, and prints its numbers beside the published ones.
 
-    With `args.dry_run` nothing is sampled: everything but the weights is checked. `evaluate`: `run_evaluate`.
+    With `args.dry_run` nothing is sampled: everything but the weights is checked.
+
+    Args:
+        parse: reads a command's arguments. check: raises ValueError for settings that a family of models refuses.
+        evaluate: runs the command.
     """
     table = read_paper(args.like)
     typed = typed_in(args.line)
     rows = []
     for row in table["rows"]:
         folder = row["name"].lower().replace(", ", "_").replace(" ", "_")
-        own = arguments_of(table["common"] | row, typed, f"{args.out}/{folder}")
+        words = arguments_of(table["common"] | row, typed, f"{args.out}/{folder}")
+        own = parse(words)
+        own.line = shlex.join(["cspd", *words])
         lacking = [str(getattr(own, name)) for name in FILES if getattr(own, name) and not _exists(own, name)]
         rows.append((row, own, lacking))
     # every row is checked before the first one, whose images may take days
     for row, own, _ in rows:
-        _check(row["name"], own, table["family"])
+        try:
+            if own.ref and _exists(own, "ref"):
+                load_reference(own.ref)
+            check(own, table["family"])
+        except ValueError as error:
+            raise ValueError(f"{row['name']}: {error}") from error
     if args.dry_run:
         print(f"{args.like} (arXiv {table['paper']}): the settings of {len(rows)} rows are valid")
     else:
@@ -89,17 +97,6 @@ def run_paper(args: argparse.Namespace, evaluate: Callable[[argparse.Namespace],
 
 def _exists(args: argparse.Namespace, name: str) -> bool:
     return Path(getattr(args, name)).exists()
-
-
-def _check(name: str, args: argparse.Namespace, family: str) -> None:
-    """Raises ValueError for settings that models of this family refuse, or a reference that is there and damaged."""
-    try:
-        if args.ref and _exists(args, "ref"):
-            load_reference(args.ref)
-        if family in SMALL:
-            load(SMALL[family], device="cpu", max_batch=1).check(request_of(args, 0, args.seed))
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
 
 
 def side_by_side(rows: Sequence[tuple[dict, argparse.Namespace, list[str]]]) -> str:

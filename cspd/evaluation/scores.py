@@ -286,20 +286,20 @@ def manifold(features: Tensor, reference: Tensor, part: Tensor | None = None) ->
 
 
 def _nearest(features: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Distances and indices [N, count] of each row's nearest rows, the nearest first: itself."""
+    """Distances and indices [N, count] of each row's nearest rows, or fewer; the nearest first: itself."""
+    count = min(count, len(features))
     found = [torch.cdist(block, features).topk(count, largest=False) for block in features.split(BLOCK)]
     return torch.cat([each.values for each in found]), torch.cat([each.indices for each in found])
 
 
 def _radii_without(features: Tensor, part: Tensor | None, num_parts: int) -> list[Tensor]:
     """The distance [N] of each image's third neighbour: among all images, and among those outside each part."""
-    count = min(len(features), NEIGHBOURS + 1 + SPARE)
-    distances, indices = _nearest(features, count)
+    distances, indices = _nearest(features, NEIGHBOURS + 1 + SPARE)
     radii = [distances[:, NEIGHBOURS]]
     for i in range(num_parts):
         is_left = part[indices] != i
         # the last of them if so many neighbours are in the part
-        position = (is_left.cumsum(1) <= NEIGHBOURS).sum(1).clamp(max=count - 1)
+        position = (is_left.cumsum(1) <= NEIGHBOURS).sum(1).clamp(max=indices.shape[1] - 1)
         radii.append(distances.gather(1, position[:, None]).squeeze(1))
     return radii
 

@@ -162,7 +162,7 @@ def panel(x, y, part):
 def test_errors_are_as_large_as_scores_vary(num):
     """Over 40 sets of images whose features are of 5 classes far apart, in cycles; and of differences of paired sets.
 
-    Errors are meant to be too large rather than too small: that of FID, whose smallest value is nearly reached, is.
+    Errors are meant to be too large rather than too small: those of FID and coverage are, near their best values.
     """
     generator = torch.Generator().manual_seed(0)
     centres = 2 * torch.randn(5, 8, generator=generator)
@@ -182,7 +182,7 @@ def test_errors_are_as_large_as_scores_vary(num):
             differences.setdefault(name, []).append(difference)
             paired.setdefault(name, []).append(error)
     for name in values:
-        assert 0.75 < np.mean(errors[name]) / np.std(values[name], ddof=1) < 1.8, name
+        assert 0.75 < np.mean(errors[name]) / np.std(values[name], ddof=1) < 2.2, name
         assert 0.7 < np.mean(paired[name]) / np.std(differences[name], ddof=1) < 2.2, name
     for name in ("fid", "inception_score", "kid", "cmmd"):  # means of images, which a pair shares
         assert np.mean(paired[name]) < 0.8 * np.mean(errors[name]), name
