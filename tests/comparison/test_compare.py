@@ -12,6 +12,7 @@ import pytest
 import scipy.stats
 import torch
 from comparisons import BATCH, K4, NAMES, NUM, QUICK, chunks, compare, features, images_of
+from PIL import Image
 
 import cspd
 from cspd import method
@@ -144,6 +145,39 @@ def test_quality_is_of_the_generated_images(comparison):
     assert report["reference"]["fingerprint"] == load_reference(SPACES["digits"].reference).fingerprint
 
 
+def test_the_worst_images_and_tokens_are_those_that_differ_most(digits, tmp_path):
+    """By loops over the patches of 4 pixels; the picture has them below those of the same seeds."""
+    quick = {"num_iter": 2, "num_sampling_steps": 6, "cfg": 1.0}
+    rows = [Configuration(name, cspd.Request(0, method=name, **quick), digits) for name in ("ar", "disa")]
+    report, images = compare(rows, range(10), 10, tmp_path, progress=False)
+    assert "worst.png" in comparison_report.write(report, images, tmp_path)
+    assert report["rows"][0]["worst_images"] is None
+    squares = (images[0].astype(float) - images[1]) ** 2
+    order = np.argsort(-squares.mean((1, 2, 3)))[:8]
+    worst = report["rows"][1]["worst_images"]
+    assert [each["image"] for each in worst] == order.tolist()
+    for each, i in zip(worst, order):
+        assert each["pixel_difference"] == pytest.approx(squares[i].mean() ** 0.5, rel=1e-5)
+        patches = {
+            (r, c): squares[i, 4 * r : 4 * r + 4, 4 * c : 4 * c + 4].mean() ** 0.5 for r in range(8) for c in range(8)
+        }
+        assert each["token"] == [*max(patches, key=patches.get)]
+        assert each["token_difference"] == pytest.approx(max(patches.values()), rel=1e-5)
+    picture = np.asarray(Image.open(tmp_path / "worst.png").convert("RGB"))
+    for made in images:
+        assert is_in_picture(picture, made[order[0]])
+
+
+def is_in_picture(picture, image):
+    """Whether an image is in a picture, enlarged by any whole factor."""
+    for factor in range(1, 9):
+        size = factor * len(image)
+        windows = np.lib.stride_tricks.sliding_window_view(picture[..., 0], (size, size))[:, :, ::factor, ::factor]
+        if (windows == image[..., 0]).all((2, 3)).any():
+            return True
+    return False
+
+
 def test_verdicts_name_what_differs_after_a_correction_for_the_rows():
     """Eight rows with a p of 0.02 show nothing; one alone would. A change is of the same seeds, or else of others."""
     scatter = np.random.default_rng(0).normal(size=25)
@@ -206,7 +240,9 @@ def test_rows_are_tested_against_the_same_seeds_and_against_others(digits, tmp_p
         corrected = holm([row[p_value] for row in report["rows"]])
         assert [row[f"{p_value}_holm"] for row in report["rows"]] == corrected
     assert report["rows"][2]["fid_change"] is None and report["rows"][2]["verdict"] is not None  # without a reference
-    pixels = np.sqrt(np.mean((images[0].astype(float) - images[2]) ** 2))
+    squares = (images[0].astype(float) - images[2]) ** 2
+    pixels = np.sqrt(squares.mean())
+    assert {row["worst_images"] for row in report["rows"]} == {None}  # all are exact
     assert [row["pixel_difference"] for row in report["rows"]] == [None, None, pytest.approx(pixels)]
 
 
