@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -86,13 +87,15 @@ def run_paper(
             check(own, table["family"])
         except ValueError as error:
             raise ValueError(f"{row['name']}: {error}") from error
-    if args.dry_run:
+    is_first = os.environ.get("RANK", "0") == "0"  # of several processes under torchrun
+    if args.dry_run and is_first:
         print(f"{args.like} (arXiv {table['paper']}): the settings of {len(rows)} rows are valid")
-    else:
+    if not args.dry_run:
         for _, own, lacking in rows:
             if not lacking:
                 evaluate(own)
-    print(side_by_side(rows))
+    if is_first:
+        print(side_by_side(rows))
 
 
 def _exists(args: argparse.Namespace, name: str) -> bool:
