@@ -234,7 +234,7 @@ def _check_prefix(request: Request, runner: ModelRunner) -> None:
         instead = f"the first {rows} of {num_rows} rows of tokens" if rows else "only rows at the top"
         raise ValueError(
             f"the mask keeps {num_given} of {runner.seq_len} tokens, {num_given - first_generated} of them after one"
-            f" that is generated. {runner.family} models generate in raster order and can keep only a prefix: keep"
+            f" that is generated. These models generate in raster order and can keep only a prefix: keep"
             f" {instead}, or use a MAR model, which accepts any mask"
         )
 

@@ -638,7 +638,7 @@ class VQRunner:
             depth: int64 [N] or [B, N], positions of the tokens relative to `start`; by default 0, 1, ..., N - 1.
             seen: bool [N, M + 2] or [B, N, M + 2], the `seen_of` of which of the M inputs from `start` on each token
                 looks at; by default itself and the tokens before it.
-            columns: int64 [N], cache columns of the tokens relative to `start`; by default 0, 1, ..., N - 1.
+            columns: int64 [N] or [B, N], cache columns of the tokens relative to `start`; by default 0, 1, ..., N - 1.
             past: [branches, B, N, dim], for "eagle": the features before the tokens.
         """
         num_branches = batch.num_branches
@@ -655,6 +655,8 @@ class VQRunner:
             depth = per_branch(depth, num_branches)
         if seen is not None and seen.dim() == 3:
             seen = per_branch(seen, num_branches)
+        if columns is not None and columns.dim() == 2:
+            columns = per_branch(columns, num_branches)
         if past is not None:
             past = past.transpose(0, 1).flatten(0, 1)
 
@@ -726,7 +728,11 @@ class VQRunner:
         if count > 1:
             start = (start - (count - 1)).clamp(min=0)
         position = start.unsqueeze(1) + steps(count, self.device)
-        return self._inputs[batch.slot.unsqueeze(1), position], start
+        return self.inputs_at(batch, position), start
+
+    def inputs_at(self, batch: Batch, position: Tensor) -> Tensor:
+        """The tokens of the inputs at positions int64 [B, n], see `last`."""
+        return self._inputs[batch.slot.unsqueeze(1), position]
 
     def commit(self, batch: Batch, tokens: Tensor, token_cost: Tensor) -> None:
         """Writes tokens and their costs [B, n] after the committed ones; surplus ones are overwritten or ignored."""
@@ -734,6 +740,12 @@ class VQRunner:
         slot = batch.slot.unsqueeze(1)
         self.tokens[slot, position] = tokens
         self.token_cost[slot, position] = token_cost
+
+    def place(self, batch: Batch, position: Tensor, tokens: Tensor, where: Tensor) -> None:
+        """Writes tokens that the target sampled to positions int64 [B, n], if `where`, bool [B, n]."""
+        slot = batch.slot.unsqueeze(1)
+        self.tokens[slot, position] = torch.where(where, tokens, self.tokens[slot, position])
+        self.token_cost[slot, position] = 0
 
     def compact(self, batch: Batch, path: Tensor) -> None:
         """Moves keys and values of the last forward pass's nodes path[:, i], int64 [B, n], to the i-th column."""

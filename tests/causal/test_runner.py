@@ -19,6 +19,7 @@ METHODS = {
     "speculative": {"window": 4, "draft": "frozen"},
     "speculative by block": {"window": 4, "draft": "frozen", "verification": "block"},
     "calibrated": {"head_calls": 6},
+    "disa": {"upper": 8, "lower": 4},
     "euler": {"head_calls": 5},
     "heun": {"head_calls": 5},
 }
@@ -113,6 +114,13 @@ def test_without_a_window_speculative_is_ar(engine):
         (plain,) = engine.generate([request_of(settings, method="ar")])
         (none,) = engine.generate([request_of(settings, method="speculative", window=0)])
         assert torch.equal(plain.tokens, none.tokens)
+
+
+def test_disa_shortens_the_chains_of_later_tokens(engine, golden):
+    """Each ends in one more call, for the step without noise."""
+    (output,) = engine.generate([request_of(RAGGED[3], method="disa", upper=10, lower=4, anneal="linear")])
+    last = golden.model.config.seq_len - 1
+    assert output.token_cost.tolist() == [5 + (last - token) * 6 // last for token in range(last + 1)]
 
 
 def test_bfloat16_changes_the_first_tokens_little(engine, golden):

@@ -120,6 +120,12 @@ def test_rounding_is_that_of_the_pngs():
     assert to_uint8(image)[0, 0, :256].tolist() == list(range(256))
     assert to_uint8(to_uint8(image)).equal(to_uint8(image))
 
+    # to the nearest: truncation would take 254 of every 255 values one lower
+    between = (torch.arange(255) + torch.tensor([[0.02], [0.48], [0.52], [0.98]])) / 255
+    lower = list(range(255))
+    upper = list(range(1, 256))
+    assert to_uint8(between).tolist() == [lower, lower, upper, upper]
+
 
 @pytest.mark.parametrize(
     "num, missing",
