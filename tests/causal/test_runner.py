@@ -178,7 +178,7 @@ def test_a_saved_and_an_official_checkpoint_sample_the_same_image(golden, engine
         engine.save_pretrained(folder)
     else:
         folder.mkdir()
-        name = "BitDance_B_1X.pt" if golden.model.config.binary else "SphereAR_B.pt"
+        name = "BitDance_B_1x.pt" if golden.model.config.binary else "SphereAR_B.pt"
         torch.save({"ema": golden.weights}, folder / name)
         if not golden.model.config.binary:  # the file of another model, which is not read
             (folder / "ae_d16c32.pt").write_text("BitDance's autoencoder")
