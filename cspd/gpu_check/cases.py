@@ -27,7 +27,7 @@ from cspd.device import POLICIES, Precision, describe, free_bytes, peak_bytes, r
 from cspd.discrete.family import VQModels
 from cspd.discrete.gpt import GPT, Eagle
 from cspd.engine import Engine
-from cspd.evaluation.metrics import energy_test
+from cspd.evaluation.scores import energy_test
 from cspd.gpu_check.measure import (
     SHARES,
     Timing,
