@@ -774,7 +774,7 @@ def _argument(same_name: list[Use], several: bool) -> dict:
     if option.kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if isinstance(option.kind, type):
-        parse = {int: number_list, float: float_list}[option.kind] if several else option.kind
+        parse = {int: number_list, float: float_list}.get(option.kind, option.kind) if several else option.kind
         return {"type": parse, "metavar": option.metavar or option.name.upper()}
     # which words a method accepts is checked with the request
     words = list(dict.fromkeys(word for use in same_name for word in use.option.kind))
