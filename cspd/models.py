@@ -210,7 +210,10 @@ def bundled() -> dict[str, Path]:
     for root in BUNDLED_ROOTS:
         if root.is_dir():
             folders = [path for path in sorted(root.iterdir()) if path.is_dir()]
-            return {folder.name: folder for folder in folders}
+            # `pip install ./checkpoints` in a clone leaves others there
+            return {
+                folder.name: folder for folder in folders if not folder.match("*.egg-info") and folder.name != "build"
+            }
     return {}
 
 
