@@ -433,8 +433,8 @@ class Request:
         seed: the seed of all random numbers of this image, 0 .. 2^63 - 1.
         method: name of the method, see `cspd methods`; default: `speculative`.
         family: "MAR", "VQ" or "causal"; default: the first family of the engine that has the method.
-        settings: the given settings by name: `num_iter`, `cfg`, `temperature` and the method's options (docs/api.md).
-            The others take the model's or the method's default.
+        settings: the given settings by name: `num_iter`, `cfg`, `temperature` and the method's options
+            (docs/reference.md). The others take the model's or the method's default.
         known: the given part of the image, see `Inpainting`; usually given as `image` and `mask`.
 
     Raises:

@@ -174,7 +174,7 @@ def _sampling_lines(sampling: dict, request: dict) -> list[Line]:
         lines.append(("head calls per token", f"{sampling['head_calls_per_token']:.1f}", calls))
     if sampling["bound_per_image"] > 0:
         bound = f"{min(sampling['bound_per_image'], 1):.3f}"
-        lines.append(("TV bound", bound, "of an image's tokens, from the target's distribution (docs/bounds.md)"))
+        lines.append(("TV bound", bound, "of an image's tokens, from the target's distribution (docs/exactness.md)"))
     lines += measured_lines(sampling)
     if not sampling["images_made"]:
         return [*lines, ("images/s", "-", "all images existed already")]

@@ -64,7 +64,7 @@ first steps:
   cspd sample --checkpoint emoji64_text --prompt "a red heart" --num 8 --out hearts/
       a bundled text-to-image model (needs: pip install 'cspd[text]')
   cspd sample --checkpoint mar_large/ --vae kl16.ckpt --labels 207 --out dog/
-      an official MAR checkpoint; checkpoints/README.md says where to get the files
+      an official MAR checkpoint; docs/checkpoints.md says where to get the files
   cspd edit --image three/00000_label3_seed0.png --keep 0.5 --label 3 --num 4 --out variations/
       variations of an image; `cspd edit --help` shows how to inpaint and outpaint
   cspd compare --methods speculative,calibrated --labels 0-9 --num 20
@@ -562,8 +562,12 @@ def _methods(parser: Parser) -> None:
     )
     group = parser.add_argument_group("form")
     group.add_argument("--markdown", action="store_true", help="print the table in docs/methods.md")
-    group.add_argument("--options", action="store_true", help="print the table of all options in docs/api.md")
+    group.add_argument("--options", action="store_true", help="print the table of all options in docs/reference.md")
     _rare(add_plugin(group))
+
+
+def _env(parser: Parser) -> None:
+    parser.description = "Prints versions, the device and the bundled models: paste it into a report of a bug."
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
@@ -579,6 +583,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "gpu-check": ("check the correctness and speed of this GPU", _gpu_check),
     "calibrate": ("calibrate a method ahead of its first use", _calibrate),
     "methods": ("list the methods and their guarantees", _methods),
+    "env": ("print versions and the device, for reports of bugs", _env),
 }
 
 
@@ -697,7 +702,7 @@ def _add_checkpoint(group: argparse._ArgumentGroup, several: bool = False) -> No
 
 def add_plugin(group: argparse._ActionsContainer) -> argparse.Action:
     """Adds --plugin, which `cspd.cli.options.load_plugins` reads before all other flags."""
-    text = "a Python file that registers methods (docs/api.md)"
+    text = "a Python file that registers methods (docs/reference.md)"
     return group.add_argument("--plugin", type=path_argument, action="append", metavar="FILE", help=text)
 
 
@@ -716,7 +721,7 @@ def _add_machine(parser: Parser) -> None:
     """Adds flags of the device and how it computes."""
     group = parser.add_argument_group("machine")
     _add_device(group)
-    text = "fp32: float32 throughout; tf32, bf16: faster on a GPU (docs/precision.md) (default: %(default)s)"
+    text = "fp32: float32 throughout; tf32, bf16: faster on a GPU (docs/exactness.md) (default: %(default)s)"
     group.add_argument("--precision", default="fp32", choices=PRECISIONS, metavar="NAME", help=text)
     text = "compile MAR's backbone, the steps of ar and speculative, and VQ layers: minutes on first use, then faster"
     _rare(group.add_argument("--compile", action="store_true", help=text))

@@ -428,7 +428,9 @@ def _print_vq_cost(summary: dict) -> None:
         error = summary["bound_standard_error"]
         if error is not None:
             bound += f" +- {error:.3f}"
-        print(f"total variation distance from the target, for the tokens of an image: at most {bound} (docs/bounds.md)")
+        print(
+            f"total variation distance from the target, for the tokens of an image: at most {bound} (docs/exactness.md)"
+        )
 
 
 def _phases_line(summary: dict) -> str:

@@ -382,7 +382,7 @@ def bound(P: Tensor, Q: Tensor, f: Tensor, G: Tensor | None = None) -> Tensor:
     Theorem 2.
 
     Without G it is sum [Q f - P]+: for G*, and for lantern's own G, which depends on the rejected token
-    (docs/bounds.md).
+    (docs/exactness.md).
     """
     committed = Q * f
     if G is not None:
@@ -648,7 +648,7 @@ class Rule:
         """The local term [...] that verifying a candidate adds to the bound on the total variation, not capped at 1."""
         if self.guarantee != "bounded":
             return torch.zeros_like(P[..., 0])
-        # norm([P - Q]+) is biased where f < min(1, P / Q), although Q f <= P there (docs/bounds.md)
+        # norm([P - Q]+) is biased where f < min(1, P / Q), although Q f <= P there (docs/exactness.md)
         is_biased = self.name in ("cool-sd", "gsd") and not (self.optimal or self.greedy)
         G = residual(P, Q, 1.0) if is_biased else None
         return bound(self.target(P), Q, f, G)

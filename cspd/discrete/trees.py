@@ -478,7 +478,7 @@ def follow(shape: Shape, tokens: Tensor, drawn: Tensor, room: Tensor) -> Verifie
     """The longest path from the root of tokens that equal the target's own samples (same-image coupling).
 
     Only these are committed, so that drafts decide how many forward passes an image takes and nothing else
-    (docs/bounds.md).
+    (docs/exactness.md).
 
     Args:
         tokens: int64 [B, N], siblings distinct; the root's is not read.
