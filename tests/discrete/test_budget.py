@@ -54,7 +54,7 @@ def test_no_budget_is_the_exact_rule(engine):
     output = engine.generate([Request(1, seed=3, method="gsd", budget=0.0, window=4)])[0]
     assert torch.equal(output.tokens, exact.tokens)
     assert output.stats.guarantee == "exact"
-    assert engine.resolve(Request(1, budget=0.0)).method == "cool-sd"
+    assert engine.resolve(Request(1, budget=0.0)).method == "uniform-rsd"
 
 
 @pytest.mark.parametrize(
