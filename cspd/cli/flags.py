@@ -246,7 +246,7 @@ def _edit(parser: Parser) -> None:
     parser.description = (
         "Regenerates a part of an image: inpainting (--mask), variations (--keep), outpainting (--place).\n"
         "A token covers a patch of pixels and is kept only if none of them is masked. The other tokens are\n"
-        "sampled given the kept ones, with any method. VQ models generate in raster order, so they can keep\n"
+        "sampled given the kept ones, with any method. VQ and causal models generate in raster order: they can keep\n"
         "only the first tokens of that order. An image of another size is cropped to a square and resized.\n"
         "grid.png shows the image before and after."
     )
@@ -408,8 +408,9 @@ numbers vary by chance.
 
 def _evaluate(parser: Parser) -> None:
     parser.description = (
-        "Samples images, or takes existing ones, and measures them: FID, Inception score, KID, precision,\n"
-        "recall, class accuracy and, for prompts, CLIP score. Run the same command again to resume an\n"
+        "Samples images, or takes existing ones, and measures them: FID, sFID, Inception score, KID, CMMD,\n"
+        "precision, recall, density, coverage, class accuracy, FD-DINOv2 and, for prompts, CLIP score, each\n"
+        "with the smallest difference that so many images can show. Run the same command again to resume an\n"
         "interrupted run, with any number of processes:\n"
         "torchrun --nproc_per_node=8 -m cspd evaluate ... (docs/evaluate.md)."
     )
@@ -431,10 +432,15 @@ def _evaluate(parser: Parser) -> None:
     _add_out(group, "evaluation", word)
     _add_parts(parser)
     text = (
-        "measure the images in this directory instead of sampling. Classes or prompts come from the files that"
-        " `cspd sample` wrote, or from --prompts, one per image in natural sort order of the file names"
+        "measure the images in this directory, or in an .npz such as ADM's, instead of sampling. Classes or prompts"
+        " come from the files that `cspd sample` wrote, or from --prompts, one per image in natural sort order of the"
+        " file names"
     )
     _add_path(group, "--images", "FOLDER", text)
+    text = "the rows of a published table, such as paper:mar, with its settings and numbers; other flags override them"
+    _rare(group.add_argument("--like", type=word, metavar="paper:NAME", help=text))
+    text = "with --like: check everything but the weights, and sample nothing"
+    _rare(group.add_argument("--dry-run", action="store_true", help=text))
     group = parser.add_argument_group("measures")
     text = (
         "reference: an .npz with mu and sigma (for FID), an .npz with images in arr_0 as ADM's (also for KID, precision"
@@ -449,6 +455,8 @@ def _evaluate(parser: Parser) -> None:
     _rare(group.add_argument("--space", metavar="NAME", help=text))
     _add_weights(group, " (default: downloaded by torch-fidelity)")
     _add_clip(group)
+    text = "folder of a DINOv2 model of transformers, such as facebook/dinov2-large, for FD-DINOv2"
+    _rare(_add_path(group, "--dinov2", "FOLDER", text))
     _rare(_add_path(group, "--npz", "FILE", "also write the images as an .npz for ADM's evaluator"))
     _add_sampling(parser)
     _add_machine(parser)
@@ -655,7 +663,7 @@ def _add_weights(group: argparse._ArgumentGroup, default: str = "") -> None:
 
 
 def _add_clip(group: argparse._ArgumentGroup) -> None:
-    text = "a CLIP model, such as openai/clip-vit-large-patch14: scores how well images match their prompts"
+    text = "a CLIP model, such as openai/clip-vit-large-patch14: scores how well images match prompts, and gives CMMD"
     _rare(_add_path(group, "--clip", "FOLDER", text))
 
 
@@ -766,7 +774,7 @@ def _argument(same_name: list[Use], several: bool) -> dict:
     if option.kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if isinstance(option.kind, type):
-        parse = {int: number_list, float: float_list}[option.kind] if several else option.kind
+        parse = {int: number_list, float: float_list}.get(option.kind, option.kind) if several else option.kind
         return {"type": parse, "metavar": option.metavar or option.name.upper()}
     # which words a method accepts is checked with the request
     words = list(dict.fromkeys(word for use in same_name for word in use.option.kind))
