@@ -297,6 +297,7 @@ def _radii_without(features: Tensor, part: Tensor | None, num_parts: int) -> lis
     distances, indices = _nearest(features, NEIGHBOURS + 1 + SPARE)
     radii = [distances[:, NEIGHBOURS]]
     for i in range(num_parts):
+        assert part is not None  # there are parts
         is_left = part[indices] != i
         # the last of them if so many neighbours are in the part
         position = (is_left.cumsum(1) <= NEIGHBOURS).sum(1).clamp(max=indices.shape[1] - 1)
