@@ -626,13 +626,13 @@ def check(
     """Raises the errors of `scores_of` for images of this size, by default square, before sampling."""
     blank = ImageList([torch.zeros(3, height, width or height)])
     # a black image meets the same errors as the real ones: wrong sizes, weights, reference
-    extracted = extract(blank, space=space, weights=weights, device=device)
-    if reference is not None:
-        _check_reference(reference, blank, extracted, space)
     if clip is not None:
         Clip(clip, device).features(blank)
     if dinov2 is not None:
         dinov2_features(blank, dinov2, device)
+    extracted = extract(blank, space=space, weights=weights, device=device)
+    if reference is not None:
+        _check_reference(reference, blank, extracted, space)
 
 
 def _check_reference(reference: Reference, images: Dataset, extracted: Extracted, space: str) -> None:
