@@ -592,6 +592,56 @@ BUGS = [
         "        except Exception as error:\n            raise\n",
         "test_graphs.py",
     ),
+    # prices and budgets
+    Bug(
+        "prices leave out the steps that are not evaluated",
+        "cspd/heads/prices.py",
+        "total[rows] += every * divergence(p, q)",
+        "total[rows] += divergence(p, q)",
+        "heads/test_prices.py",
+    ),
+    Bug(
+        "prices are KL(q || p)",
+        "cspd/heads/prices.py",
+        "total += divergence(p, (mean, log_sigma))",
+        "total += divergence((mean, log_sigma), p)",
+        "heads/test_prices.py",
+    ),
+    Bug(
+        "prices reuse no difference of the branches",
+        "cspd/heads/prices.py",
+        "yield (eps[0] if difference is None else eps[0] + difference), v[0]",
+        "yield (eps[0] + difference if len(eps) == 2 else eps[0]), v[0]",
+        "heads/test_prices.py",
+    ),
+    Bug(
+        "a refresh counts as a lazy iteration too",
+        "cspd/masked/budget.py",
+        "lazy_before[None, :] - lazy_before[1:, None]",
+        "lazy_before[None, :] - lazy_before[:-1, None]",
+        "masked/test_budget.py",
+    ),
+    Bug(
+        "an audit takes the exact conditions",
+        "cspd/masked/budget.py",
+        'if replay.batch[0].request.backbone == "cached":',
+        'if replay.batch[0].request.backbone == "none":',
+        "masked/test_budget.py",
+    ),
+    Bug(
+        "positions that nothing attends to are selected",
+        "cspd/masked/backbones.py",
+        "score = -_attention(",
+        "score = _attention(",
+        "masked/test_backbones.py",
+    ),
+    Bug(
+        "the Halton sequence begins at 0",
+        "cspd/masked/orders.py",
+        "itertools.count(1)",
+        "itertools.count(0)",
+        "masked/test_orders.py",
+    ),
     # training of SphereAR
     Bug(
         "cells of an S-VAE too close to their means",

@@ -246,7 +246,7 @@ def _edit(parser: Parser) -> None:
     parser.description = (
         "Regenerates a part of an image: inpainting (--mask), variations (--keep), outpainting (--place).\n"
         "A token covers a patch of pixels and is kept only if none of them is masked. The other tokens are\n"
-        "sampled given the kept ones, with any method. VQ models generate in raster order, so they can keep\n"
+        "sampled given the kept ones, with any method. VQ and causal models generate in raster order: they can keep\n"
         "only the first tokens of that order. An image of another size is cropped to a square and resized.\n"
         "grid.png shows the image before and after."
     )
@@ -779,7 +779,7 @@ def _argument(same_name: list[Use], several: bool) -> dict:
     if option.kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if isinstance(option.kind, type):
-        parse = {int: number_list, float: float_list}[option.kind] if several else option.kind
+        parse = {int: number_list, float: float_list}.get(option.kind, option.kind) if several else option.kind
         return {"type": parse, "metavar": option.metavar or option.name.upper()}
     # which words a method accepts is checked with the request
     words = list(dict.fromkeys(word for use in same_name for word in use.option.kind))

@@ -213,6 +213,7 @@ class VQRunner:
     """
 
     family = "VQ"
+    in_raster_order = True
 
     def __init__(
         self,
@@ -366,7 +367,7 @@ class VQRunner:
         """The request with the given part of its image as tokens.
 
         Raises:
-            ValueError: these are not tokens of the model, or not the first ones; or as `with_tokens`.
+            ValueError: these are not tokens of the model; or as `with_tokens`.
         """
         request = with_tokens(request, self, (self.seq_len,))
         if request.known is None:
@@ -375,18 +376,6 @@ class VQRunner:
         vocabulary = self.config.vocab_size
         if tokens.is_floating_point() or not ((tokens >= 0) & (tokens < vocabulary)).all():
             raise ValueError(f"given tokens must be codes 0..{vocabulary - 1} of this model's tokenizer")
-
-        num_given = self._num_given(request)
-        first_generated = int(request.known.generated.argmax())
-        if first_generated < num_given:
-            num_rows = self.config.grid
-            rows = first_generated // num_rows
-            instead = f"the first {rows} of {num_rows} rows of tokens" if rows else "only rows at the top"
-            raise ValueError(
-                f"the mask keeps {num_given} of {self.seq_len} tokens, {num_given - first_generated} of them after one"
-                f" that is generated. VQ models generate in raster order and can keep only a prefix: keep {instead}, or"
-                " use a MAR model, which accepts any mask"
-            )
         return request
 
     def _num_given(self, request: Request) -> int:

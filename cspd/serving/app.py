@@ -165,7 +165,7 @@ def _model(engine: Engine, name: str) -> dict:
         "options": [_option(option, getattr(usual, option.name)) for option in COMMON[family]],
         "methods": [_method(each) for each in METHODS if each.family == family and _has(engine, runner, each)],
         "default": DEFAULTS[family],
-        "rows": family == "VQ",
+        "rows": runner.in_raster_order,
     }
 
 
@@ -199,6 +199,7 @@ def _option(option: Option, default: object) -> dict:
         "name": option.name,
         "help": f"{option.help} ({option.range})",
         "words": words if isinstance(option.kind, type) else list(option.kind),
+        "text": option.kind is str,
         "integer": option.kind is int,
         "low": option.low if option.above is None else option.above,
         "high": None if option.high == LARGEST else option.high,
