@@ -26,7 +26,16 @@ from torch_fidelity.utils import create_feature_extractor
 from tqdm import tqdm
 
 from cspd.device import pick_device
-from cspd.evaluation.images import ImageFolder, ImageList, NpzImages, beginning, has_images, images_in, read_image
+from cspd.evaluation.images import (
+    ImageFolder,
+    ImageList,
+    NpzImages,
+    Watched,
+    beginning,
+    has_images,
+    images_in,
+    read_image,
+)
 from cspd.evaluation.scores import (
     Score,
     around,
@@ -771,7 +780,10 @@ def _of_reference(reference: Reference | None, missing: Mapping[str, str], how: 
     needed = set(OF_IMAGES) - {"cmmd", "fd_dinov2"}
     needed |= set() if reference.statistics else {"fid"}
     needed |= set() if reference.spatial else {"sfid"}
-    return extract(reference.images, **how) if needed - set(missing) else None
+    if not needed - set(missing):
+        return None
+    with tqdm(total=len(reference.images), desc="measuring the reference", unit=" image", delay=2) as bar:
+        return extract(Watched(reference.images, bar), **how)
 
 
 def _of_networks(
