@@ -105,7 +105,7 @@ def _prompts_of_json(path: Path, content: str, images: Sequence[Path]) -> list[s
     wrong = misfit(prompts, [str]) if is_list else misfit(found, COCO)
     if wrong:
         raise ValueError(f"{path}: unexpected value at {wrong}: {FORMS}")
-    return prompts if is_list else _first_captions(path, found["annotations"], images)
+    return prompts if is_list else _first_captions(path, found["annotations"], images)  # type: ignore[return-value]
 
 
 def _prompt_of(entry: object) -> object:
@@ -123,16 +123,16 @@ def _first_captions(path: Path, annotations: list[dict], images: Sequence[Path])
     for annotation in annotations:
         number = str(annotation["image_id"]).zfill(COCO_DIGITS)
         captions.setdefault(number, annotation["caption"])
-    own = []
+    own: list[str] = []
     for image in images:
         name = COCO_NAME.fullmatch(image.stem)
         number = name[1] if name else ""
         caption = captions.get(number.zfill(COCO_DIGITS))
-        # shorter numbers may be names of any images
-        if caption is None and len(number) == COCO_DIGITS:
+        if caption is not None:
+            own.append(caption)
+        elif len(number) == COCO_DIGITS:  # shorter numbers may be names of any images
             raise ValueError(f"{path} has no caption for {image.name}: pass the file with the captions of these images")
-        own.append(caption)
-    if None in own or not own:
+    if len(own) < len(images) or not own:
         return list(captions.values())
     return own
 
@@ -142,13 +142,14 @@ def class_numbers(labels: Iterable[Label], engine: Engine) -> list[int]:
 
     Raises ValueError on an unknown name, and on None: the commands that measure images need their classes.
     """
-    numbers = []
+    numbers: list[int] = []
     for label in labels:
         if label is None:
             raise ValueError(
                 "--labels none: only `cspd sample` generates unconditional images: remove none from the list"
             )
-        numbers.append(engine.check(Request(label)).label if isinstance(label, str) else label)
+        number: Any = engine.check(Request(label)).label if isinstance(label, str) else label
+        numbers.append(number)
     return numbers
 
 

@@ -299,6 +299,7 @@ def _radii_without(features: Tensor, part: Tensor | None, num_parts: int) -> lis
     if part is None:
         return radii
     for i in range(num_parts):
+        assert part is not None  # there are parts
         is_left = part[indices] != i
         # the last of them if so many neighbours are in the part
         position = (is_left.cumsum(1) <= NEIGHBOURS).sum(1).clamp(max=indices.shape[1] - 1)
