@@ -21,7 +21,7 @@ from cspd.heads.chain import (
     check_ancestral,
     run_plain_round,
 )
-from cspd.heads.tuning import Tuning
+from cspd.heads.tuning import SEARCHED, SEARCHED_WINDOWS, Tuning
 from cspd.masked import budget
 from cspd.masked.backbones import BACKBONES, Backbone
 from cspd.masked.cspd import CSPD
@@ -379,4 +379,12 @@ register_family(
         BUDGET,
     ],
     named_by=lambda request: None if request.budget is None else BUDGET.name,
+    searched=f"""
+        ar speculative disa {SEARCHED}
+        ddim:head_calls=10 ddim:head_calls=10:grid=planned ddim:head_calls=16:grid=planned
+        dpm-solver++:head_calls=10 dpm-solver++:head_calls=10:grid=planned
+        lazymar lazymar:denoiser=calibrated
+        gtr gtr:denoiser=calibrated
+    """,
+    windows=SEARCHED_WINDOWS,
 )
