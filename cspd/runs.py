@@ -481,7 +481,7 @@ def measured_lines(summary: Mapping) -> list[tuple[str, str, str]]:
         meaning = f"s.d. or more for 1 % of these tokens, and {summary['difference_worst']:.3f} for the worst one"
         lines.append(("worst tokens", f"{summary['difference_worst_percent']:.3f}", meaning))
     if summary.get("audit") is not None:
-        meaning = f"{error_of('audit')}nats per token, of the chains from the full ones, estimated on these images"
+        meaning = f"{error_of('audit')}nats per token, the divergence from baseline sampling, estimated on these images"
         lines.append(("audit", f"{summary['audit']:.3f}", meaning))
     if summary.get("audit_difference") is not None:
         meaning = "s.d. of a token (r.m.s.) from an exact one of the same noise, on these images"

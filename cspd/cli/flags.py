@@ -552,6 +552,11 @@ def _merge(parser: Parser) -> None:
     text = "write WebDataset tars of 1,000 PNGs with their settings (pip install 'cspd[webdataset]')"
     group.add_argument("--tar", type=word, metavar="FOLDER", help=text)
     _add_path(group, "--npz", "FILE", "write an .npz for ADM's evaluator")
+    text = "write the folder that GenEval's scorer reads; needs --prompts evaluation_metadata.jsonl"
+    group.add_argument("--geneval", type=word, metavar="FOLDER", help=text)
+    text = "write the folder that DPG-bench's scorer reads; needs --prompts with the folder of its prompts"
+    group.add_argument("--dpg", type=word, metavar="FOLDER", help=text)
+    _add_path(group, "--prompts", "PATH", "the prompts of the run, for --geneval and --dpg")
 
 
 def _verify(parser: Parser) -> None:
