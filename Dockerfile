@@ -11,7 +11,7 @@ COPY setup.cfg pyproject.toml constraints.txt README.md LICENSE ./
 COPY cspd cspd
 COPY mar mar
 COPY checkpoints checkpoints
-RUN pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} --constraint constraints.txt '.[serve,text]'
+RUN pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} --constraint constraints.txt '.[serve,text]' ./checkpoints
 
 # Triton compiles the launchers of its kernels with a C compiler. The other libraries of CUDA come with PyTorch.
 FROM cpu AS cuda

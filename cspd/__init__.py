@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 
+from cspd.terminal import __version__
+
 __all__ = [
     "CausalModels",
     "CspdPipeline",

@@ -27,7 +27,7 @@ from cspd.engine import Engine
 from cspd.files import CALIBRATION, identity_of, weight_files
 from cspd.masked.family import MARModels
 from cspd.method import method_of
-from cspd.models import DESCRIPTION, Models, bundled, described
+from cspd.models import DESCRIPTION, GET_MODELS, IN_MODELS, Models, bundled, described
 from cspd.request import Request
 from cspd.terminal import __version__, telling
 from mar.checkpoint import load_mar, load_vae, suggestion
@@ -188,9 +188,11 @@ def _target_file(checkpoint: str | Path) -> Path:
         return found[0]
     if is_hf(path):
         return path / CONFIG
+    if checkpoint in IN_MODELS:
+        raise CheckpointError(f"{checkpoint} {GET_MODELS}")
     raise CheckpointError(
         f"{checkpoint}: no checkpoint there. Give a file, a folder with one of {', '.join(_TARGETS)}"
-        " (checkpoints/README.md says where the official files come from) or with a transformers model"
+        " (docs/checkpoints.md says where the official files come from) or with a transformers model"
         f" (docs/text.md), or a bundled name: {suggestion(str(checkpoint), known)}"
     )
 

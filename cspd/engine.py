@@ -365,7 +365,7 @@ class Engine:
     """Generates images with target models, many requests at a time.
 
     `max_batch` sequences are in flight at once; a finished one is replaced at the next round. An image depends only on
-    its own request, never on the rest of the batch, except by rounding (docs/precision.md has the rates). Threads may
+    its own request, never on the rest of the batch, except by rounding (docs/exactness.md has the rates). Threads may
     share an engine: whichever waits for an output runs the rounds, one thread at a time.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import types
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from collections.abc import Sequence as Several
@@ -208,7 +209,8 @@ def _check_text(request: Request) -> None:
 def with_tokens(request: Request, runner: ModelRunner, shape: tuple[int, ...]) -> Request:
     """The request with the given part of its image encoded to tokens of `shape`.
 
-    Raises ValueError as `Inpainting.as_tokens`.
+    Raises:
+        ValueError: as `Inpainting.as_tokens`, or the tokens are not the first that the runner generates.
     """
     if request.known is None:
         return request
@@ -217,7 +219,24 @@ def with_tokens(request: Request, runner: ModelRunner, shape: tuple[int, ...]) -
     seed = torch.tensor([request.seed])
     order = runner.noise.order(seed, shape[0])[0]
     encode = functools.partial(runner.encode, seed=seed)
-    return dataclasses.replace(request, known=request.known.as_tokens(shape, encode, order))
+    request = dataclasses.replace(request, known=request.known.as_tokens(shape, encode, order))
+    if runner.in_raster_order and request.known is not None:
+        _check_prefix(request, runner)
+    return request
+
+
+def _check_prefix(request: Request, runner: ModelRunner) -> None:
+    num_given = runner.seq_len - request.num_generated(runner.seq_len)
+    first_generated = int(request.known.generated.argmax())  # type: ignore[union-attr]
+    if first_generated < num_given:
+        num_rows = math.isqrt(runner.seq_len)
+        rows = first_generated // num_rows
+        instead = f"the first {rows} of {num_rows} rows of tokens" if rows else "only rows at the top"
+        raise ValueError(
+            f"the mask keeps {num_given} of {runner.seq_len} tokens, {num_given - first_generated} of them after one"
+            f" that is generated. These models generate in raster order and can keep only a prefix: keep"
+            f" {instead}, or use a MAR model, which accepts any mask"
+        )
 
 
 def _check_is_off(name: str, value: object, request: Request, method: Method) -> None:
@@ -242,7 +261,7 @@ class ModelRunner(Protocol):
     """Owns the models of a family and, in slots allocated once, the tensors of every running sequence.
 
     Attributes:
-        family: a key of `cspd.option.COMMON`.
+        family: a key of `cspd.option.COMMON`. in_raster_order: whether tokens are always generated in raster order.
         seq_len: tokens per image. image_size: pixels per side of an image.
         num_classes: labels are 0 .. num_classes - 1; 0 for a text-to-image model.
         tokens: of running sequences, [number of slots, at least seq_len(, d)].
@@ -250,6 +269,7 @@ class ModelRunner(Protocol):
     """
 
     family: str
+    in_raster_order: bool
     seq_len: int
     num_classes: int
     image_size: int

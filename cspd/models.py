@@ -199,6 +199,11 @@ def placed(models: Any, device: torch.device) -> Any:
     return dataclasses.replace(models, **modules)
 
 
+# of the package cspd-models (checkpoints/setup.cfg); the others are in cspd
+IN_MODELS = ("emoji64", "emoji64_sphere", "emoji64_text")
+GET_MODELS = "is in the package cspd-models: pip install 'cspd[models]', or ./checkpoints in a clone of the repository"
+
+
 def bundled() -> dict[str, Path]:
     """The bundled checkpoints by name; empty if the installation has none."""
     for root in BUNDLED_ROOTS:
@@ -212,5 +217,7 @@ def bundled_folder(name: str) -> Path:
     """The folder of a bundled checkpoint. Raises FileNotFoundError if the installation has none of this name."""
     folder = bundled().get(name)
     if folder is None:
+        if name in IN_MODELS:
+            raise FileNotFoundError(f"{name} {GET_MODELS}")
         raise FileNotFoundError(f"{name}: this installation has no bundled checkpoint of this name: install cspd again")
     return folder

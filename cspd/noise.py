@@ -44,6 +44,7 @@ class Purpose(enum.IntEnum):
     TOKEN_ACCEPT = 10  # decides whether a drafted VQ token is accepted
     CODE_RESIDUAL = 11  # after all drafted VQ tokens of a position were rejected
     LATENT = 12  # a token of a given image
+    AUDIT = 13  # what is audited, and the rejected VQ tokens that an audit imagines
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

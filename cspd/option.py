@@ -143,6 +143,12 @@ def check_seed(seed: object) -> None:
 #
 # Nothing here imports torch, so that `--help` appears at once.
 
+BUDGET = Option(  # of methods that can trade distance from baseline sampling for speed
+    "budget",
+    float,
+    "nats per token by which the distribution may change; 0: exact",
+    metavar="NATS",
+)
 GUIDANCE = ("linear", "constant")  # schedules of MAR's guidance scale
 NUM_ITER = Option(
     "num_iter",

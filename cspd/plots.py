@@ -147,6 +147,16 @@ def beside(pngs: Sequence[bytes], columns: int = 2) -> Image.Image:
     return canvas
 
 
+def stacked(images: Sequence[Image.Image]) -> Image.Image:
+    """Images below each other."""
+    canvas = Image.new("RGB", (max(each.width for each in images), sum(each.height for each in images)), "white")
+    top = 0
+    for image in images:
+        canvas.paste(image, (0, top))
+        top += image.height
+    return canvas
+
+
 def seed_grid(rows: Sequence[tuple[str, Sequence[Image.Image]]], heads: Sequence[str]) -> Image.Image:
     """A row of images for each (name, images), names at the left, heads above the columns; sizes are as in `grid`.
 

@@ -433,8 +433,8 @@ class Request:
         seed: the seed of all random numbers of this image, 0 .. 2^63 - 1.
         method: name of the method, see `cspd methods`; default: `speculative`.
         family: "MAR", "VQ" or "causal"; default: the first family of the engine that has the method.
-        settings: the given settings by name: `num_iter`, `cfg`, `temperature` and the method's options (docs/api.md).
-            The others take the model's or the method's default.
+        settings: the given settings by name: `num_iter`, `cfg`, `temperature` and the method's options
+            (docs/reference.md). The others take the model's or the method's default.
         known: the given part of the image, see `Inpainting`; usually given as `image` and `mask`.
 
     Raises:
@@ -686,6 +686,7 @@ class Sequence:
         num_under_way: tokens whose denoising chains have begun but not ended. `num_started` counts them and the
             committed ones; together these are the first tokens of the generation order.
         reached: `num_started` after each iteration.
+        audits: of a VQ sequence with a relaxed rule, each round's audit, see `cspd.discrete.drafts.price`.
         complete_stats: fills in `stats`; called once the device has finished the sequence.
         refresh: writes the current per-token costs to the slot for previews; otherwise they are written when the
             sequence finishes.
@@ -706,6 +707,7 @@ class Sequence:
     num_committed: int = 0
     num_under_way: int = 0
     reached: list[int] = field(default_factory=list)
+    audits: list[float] = field(default_factory=list)
     stats: RoundStats = field(default_factory=RoundStats)
     complete_stats: Callable[[], None] = lambda: None
     refresh: Callable[[], None] = lambda: None

@@ -421,4 +421,4 @@ def counting(what: str, total: float) -> Iterator[Advance]:
 
 # The version, in a file that everything may import.
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"

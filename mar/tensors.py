@@ -67,7 +67,7 @@ def read_tensors(path: Path, ema: bool = True) -> dict[str, Tensor]:
             found = ", ".join(str(key) for key in list(content)[:6]) or "nothing"
         raise CheckpointError(
             f"{path}: expected a dict of tensors, or one with such a dict under {' or '.join(WEIGHT_KEYS)}; found"
-            f" {found}: use the file as its authors released it (checkpoints/README.md)"
+            f" {found}: use the file as its authors released it (docs/checkpoints.md)"
         )
     return tensors
 
@@ -89,7 +89,7 @@ def _start(path: Path) -> bytes:
     try:
         if not path.is_file():
             found = "not a file" if path.exists() else "no such file"
-            raise CheckpointError(f"{path}: {found}; checkpoints/README.md says where to get the official files")
+            raise CheckpointError(f"{path}: {found}; docs/checkpoints.md says where to get the official files")
         with path.open("rb") as file:
             start = file.read(60)
     except OSError as error:

@@ -23,9 +23,9 @@ from mar.model import MARConfig
 DOCS = Path(__file__).parent.parent / "docs" / "gpu.md"
 STEPS = 100  # T
 SIZES = {"B": "mar_base", "L": "mar_large", "H": "mar_huge"}
-BATCHES, ITERATIONS = (1, 8, 64), (16, 64, 256)
+BATCHES, ITERATIONS = (1, 8, 64), (64,)
 HEAD_CALLS = 10  # N of `calibrated`
-CALLS = {12: 11.4, 24: 8.2}  # head calls per token by W, of `digits32` with guidance: docs/benchmarks.md
+CALLS = {12: 11.4, 24: 8.2}  # head calls per token by W, of `digits32` with guidance: docs/results.md
 LONGEST = 1.08  # rounds of the slowest token of an iteration, over the mean of tokens
 
 

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from pictures import Data, add_data_options, data_of
 from torch.utils.data import Dataset
-from torch_fidelity.metric_fid import fid_features_to_statistics
 from training import HELD_OUT_SEED
 
 from cspd.evaluation.images import ImageFolder, ImageList
-from cspd.evaluation.metrics import INCEPTION, LEAST, SPACES, features
+from cspd.evaluation.metrics import INCEPTION, LEAST, SPACES, extract
+from cspd.evaluation.scores import statistics_of
 from cspd.files import publishing
 from cspd.request import to_uint8
 
@@ -38,7 +38,10 @@ def drawn(data: Data, num: int) -> ImageList:
 
 def write_reference(images: Dataset, path: Path, keep: int, space: str, weights: Path | None = None) -> int:
     """Writes the statistics of images' features, and at most `keep` of the images; returns their number."""
-    arrays = fid_features_to_statistics(features(images, space=space, weights=weights))
+    extracted = extract(images, space=space, weights=weights)
+    arrays = statistics_of(extracted.features)
+    if extracted.spatial is not None:
+        arrays |= {f"{name}_s": value for name, value in statistics_of(extracted.spatial).items()}
     stored = np.random.default_rng(0).permutation(len(images))[:keep]
     if keep:
         arrays["arr_0"] = np.stack([images[i].permute(1, 2, 0).numpy() for i in stored])

@@ -22,7 +22,7 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(
 )  # costs, and calibrations of small models, are made anew
 terminal.PATIENCE = 3600.0  # a slow machine does not add lines to what commands print
 CPU = Path("/proc/cpuinfo")
-if CPU.exists() and "GenuineIntel" in CPU.read_text():  # MKL rounds alike in every batch if asked to: docs/precision.md
+if CPU.exists() and "GenuineIntel" in CPU.read_text():  # MKL rounds alike in every batch if asked to: docs/exactness.md
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # it looks when it is first used
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests share models, and golden tensors are on the CPU
 

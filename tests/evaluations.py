@@ -13,7 +13,7 @@ from cspd.evaluation.run import Shards
 
 NUM, SEED = 58, 11  # three files of 16 images and one of 10
 OPTIONS = ["--method", "ar", "--num-iter", "2", "--num-sampling-steps", "10", "--cfg", "1", "--seed", str(SEED)]
-METRICS = ("fid", "inception_score", "inception_score_std", "kid", "precision", "recall", "accuracy")
+METRICS = ("fid", "inception_score", "kid", "cmmd", "precision", "recall", "density", "coverage", "accuracy")
 
 
 def arguments(out, *more, num=NUM):

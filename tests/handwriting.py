@@ -12,8 +12,6 @@ from cspd.request import to_pil
 KEYS = {
     "fid": "frechet_inception_distance",
     "inception_score": "inception_score_mean",
-    "inception_score_std": "inception_score_std",
-    "kid": "kernel_inception_distance_mean",
     "precision": "precision",
     "recall": "recall",
 }

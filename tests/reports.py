@@ -17,7 +17,7 @@ def spread(*values):
 
 def row(name, **values):
     intervals = [f"{key}_ci95" for key in report.INTERVALS]
-    empty = dict.fromkeys([*(column.key for column in report.COLUMNS), *intervals])
+    empty = dict.fromkeys([*(column.key for column in report.COLUMNS), *intervals, "fid_resolution"])
     speeds = {"images_per_second": spread(1.5, 2.0, 3.0), "speed_up": spread(1.0, 1.0, 1.0)}
     own = {"name": name, "method": name.split(":")[0], "guarantee": "exact", "seconds": [1.0, 2.0, 3.0]}
     return empty | own | speeds | {"settings": {"cfg": 3.0}, "peak_bytes": 3 * 2**20, "backbone_calls": 8.0} | values
@@ -26,11 +26,11 @@ def row(name, **values):
 @pytest.fixture(name="made")
 def full_report():
     """A report that uses every column, and images: image i of row r has the colour (20 r, 10 i, 99)."""
-    bounded = {"bound": 0.25, "bound_ci95": [0.24, 0.26], "accuracy": 1.0, "fid": 9.0, "p_value": 0.5}
+    bounded = {"bound": 0.25, "bound_ci95": [0.24, 0.26], "accuracy": 1.0, "fid": 9.0, "p_value_holm": 0.5}
     faster = {"speed_up": spread(1.5, 2.25, 2.5), "seconds": [0.5, 0.5, 1.0], "alpha": 0.75}
     rows = [
         row("ar", accuracy=0.5, fid=9.5, fid_ci95=[9.375, 9.75]),
-        row("speculative", p_value=0.004, accuracy=0.75, fid=9.25, **faster),
+        row("speculative", p_value_holm=0.004, verdict="differs: features", accuracy=0.75, fid=9.25, **faster),
         row("cool-sd:delta=2", guarantee="bounded", **bounded),
         row("a|b <i>&", method="cspd", guarantee="heuristic", fid=8.0, accuracy=0.25),
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import dataclasses
 import io
 import json
@@ -23,7 +22,7 @@ from cspd import checkpoints as cspd_checkpoints
 from cspd import device as cspd_device
 from cspd.checkpoints import checkpoint_files, fetched
 from cspd.files import WEIGHTS, check_files, identity_of, weight_files
-from cspd.models import ClassNames, bundled, described, imagenet
+from cspd.models import ClassNames, described, imagenet
 from cspd.request import Sequence
 from mar.model import MAR
 from mar.tensors import CheckpointError, read_tensors
@@ -60,19 +59,6 @@ def test_the_autoencoder_of_the_other_family():
         cspd.load(small_checkpoint(), vae=checkpoint_files("digits32_vq")["tokenizer"], device="cpu")
     with pytest.raises(CheckpointError, match="kl_digits32"):
         cspd.load(small_vq_checkpoint(), vae=checkpoint_files("digits32")["vae"], device="cpu")
-
-
-def test_a_package_has_all_files_of_the_bundled_models():
-    root = Path(__file__).parents[1]
-    config = configparser.ConfigParser()
-    config.read(root / "setup.cfg")
-    packages = config["options"]["packages"].split()
-    there = {file for folder in bundled().values() for file in folder.rglob("*") if file.is_file()}
-    for package, patterns in config["options.package_data"].items():
-        if package in packages and package.startswith("cspd.checkpoints."):
-            folder = root / Path(*package.split(".")[1:])
-            there -= {file for pattern in patterns.split(", ") for file in folder.glob(pattern)}
-    assert not there
 
 
 def test_weights_that_do_not_fit_into_memory_are_not_read(monkeypatch):

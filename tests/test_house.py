@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cspd.cli.listing import markdown_table, options_table
+from cspd.cli.listing import markdown_table
 from cspd.method import METHODS
 
 ROOT = Path(__file__).parent.parent
@@ -94,8 +94,3 @@ def between(text: str, marker: str) -> str:
 def test_docs_have_the_methods_table():
     """Made by `cspd methods --markdown`."""
     assert between((ROOT / "docs" / "methods.md").read_text(), "methods") == markdown_table(METHODS)
-
-
-def test_docs_have_the_options_table():
-    """Made by `cspd methods --options`."""
-    assert between((ROOT / "docs" / "api.md").read_text(), "options") == options_table(METHODS)

@@ -52,6 +52,13 @@ def test_tokens_draws():
     assert torch.equal(eps[1:2, 4:5], steps(seed[None], position[None], torch.tensor([3]), 16))
 
 
+def test_every_purpose_has_a_number_of_its_own():
+    """Two names of one number would be one purpose, and their draws the same."""
+    names = Purpose.__members__
+    assert len(Purpose) == len(names)
+    assert all(0 <= purpose < 2**8 for purpose in names.values())  # the bits above the index
+
+
 BASE = {"seed": 5, "purpose": Purpose.STEP, "step": 3, "index": 2}
 OTHERS = {
     "seed": 6,

@@ -19,7 +19,7 @@ from cspd.request import Output, Request, RoundStats, Sequence, Stopwatch
 from mar.model import MAR, MARConfig
 
 CPU = torch.device("cpu")
-LEAST_EXPECTED = 10  # draws per cell of a chi-square test; rarer sequences are pooled
+LEAST_EXPECTED = 10  # draws per cell of a chi-square test
 CODES, LENGTH, CLASSES = 4, 4, 3
 SMALL = {  # values of options that only some choices have: quick, and decided without a measurement
     "first_timestep": 950,
@@ -145,16 +145,27 @@ def counts(tokens: Tensor, vocabulary: int = CODES) -> Tensor:
 
 
 def p_value(observed: Tensor, probability: Tensor) -> float:
-    """The p value of a chi-square test that counts follow a distribution; cells of few expected draws are pooled."""
-    expected = observed.sum() * probability
-    is_large = expected >= LEAST_EXPECTED
-    pooled_observed, pooled_expected = observed[~is_large].sum(), expected[~is_large].sum()
-    observed, expected = observed[is_large], expected[is_large]
-    if pooled_expected >= LEAST_EXPECTED:
-        observed = torch.cat([observed, pooled_observed[None]])
-        expected = torch.cat([expected, pooled_expected[None]])
-    else:  # too few draws even together: test the distribution given the other cells
-        expected = expected * observed.sum() / expected.sum()
+    """The p-value of the hypothesis that counts follow a distribution. Each draw counts, also a rare one.
+
+    Cells of few expected draws are pooled. If few are expected in all of these together, too few for a chi-square
+    test, their number is tested by a binomial test, and the other cells by a chi-square test given that number.
+    """
+    if observed[probability <= 0].any():
+        return 0.0
+    num = int(observed.sum())
+    expected = num * probability
+    is_rare = expected < LEAST_EXPECTED
+    num_rare, expected_rare = observed[is_rare].sum(), expected[is_rare].sum()
+    observed, expected = observed[~is_rare], expected[~is_rare]
+    if expected_rare >= LEAST_EXPECTED:
+        return _chi_square(torch.cat([observed, num_rare[None]]), torch.cat([expected, expected_rare[None]]))
+    share = min(1.0, expected_rare.item() / num)
+    of_rare = stats.binomtest(int(num_rare), num, share).pvalue
+    of_others = _chi_square(observed, expected * observed.sum() / expected.sum())
+    return min(1.0, 2 * min(of_rare, of_others))
+
+
+def _chi_square(observed: Tensor, expected: Tensor) -> float:
     statistic = ((observed - expected).square() / expected).sum().item()
     return stats.chi2.sf(statistic, len(expected) - 1)
 

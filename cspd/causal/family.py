@@ -16,7 +16,7 @@ from cspd.causal.runner import CausalRunner, bytes_per_slot
 from cspd.causal.solvers import EULER, HEUN
 from cspd.device import Precision, check_fits
 from cspd.graphs import Graphs
-from cspd.heads import calibrated, speculative  # noqa: F401
+from cspd.heads import calibrated, solvers, speculative  # noqa: F401
 from cspd.heads.chain import ANCESTRAL_MIXED, DENOISERS, Denoiser, run_plain_round
 from cspd.heads.speculative import VERIFICATION
 from cspd.heads.tuning import Tuning
@@ -70,6 +70,12 @@ CALIBRATED = drawing(
     "evaluates the head at N of the steps and predicts the others with a fitted linear model; same noise as ar",
     {},
     DENOISERS["calibrated"],
+)
+DISA = drawing(
+    "disa",
+    "takes fewer denoising steps for later tokens",
+    {"2505.20297": "DiSA: Diffusion Step Annealing in Autoregressive Image Generation"},
+    DENOISERS["annealed"],
 )
 SOLVER_PAPERS = {"2011.13456": "Score-Based Generative Modeling through Stochastic Differential Equations"}
 EULER_METHOD = drawing("euler", "solves the head's chain deterministically, first order", SOLVER_PAPERS, EULER)
@@ -139,4 +145,4 @@ class CausalModels:
                 )
 
 
-register_family(CausalModels.family, [AR, SPECULATIVE, CALIBRATED, EULER_METHOD, HEUN_METHOD])
+register_family(CausalModels.family, [AR, SPECULATIVE, CALIBRATED, DISA, EULER_METHOD, HEUN_METHOD])

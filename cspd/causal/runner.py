@@ -19,7 +19,7 @@ from cspd.causal.registry import Autoencoder, defaults_of
 from cspd.device import Precision, send, send_integers
 from cspd.graphs import Graphs
 from cspd.heads.chain import Rows, denoise_ancestral
-from cspd.method import Method, complete
+from cspd.method import Method, complete, with_tokens
 from cspd.option import CAUSAL_OPTIONS
 from cspd.request import Inpainting, Request, Sequence, decoded, to_unit
 from cspd.transformer import CacheView
@@ -59,6 +59,7 @@ class CausalRunner:
     """
 
     family = "causal"
+    in_raster_order = True
     compiled = False  # torch.compile takes speculative passes only
 
     def __init__(
@@ -112,13 +113,9 @@ class CausalRunner:
         """The request with the target's and the method's defaults filled in.
 
         Raises:
-            ValueError: a setting has the wrong type or is out of range, or a part of the image is given.
+            ValueError: a setting has the wrong type or is out of range; or as `with_tokens`.
         """
-        if request.known is not None:
-            raise ValueError(
-                "causal models (SphereAR, BitDance) cannot be given a part of an image: omit image and mask, or use"
-                " another model; `cspd sample` generates whole images"
-            )
+        request = with_tokens(request, self, (self.seq_len, self.config.token_dim))
         defaults = {option.name: getattr(self.defaults, option.name) for option in CAUSAL_OPTIONS}
         request = complete(request, method, CAUSAL_OPTIONS, defaults, self.num_classes)
         method.check(request, self)
@@ -154,6 +151,41 @@ class CausalRunner:
             column = torch.arange(before.shape[1], device=self.device)
             view = CacheView(self._keys, self._values, rows, column.expand(len(rows), -1), len(column))
             self._prepared.features(before, column.unsqueeze(0), self.target.mask(column, len(column)), view)
+        by_kind = defaultdict(list)
+        for sequence in sequences:
+            by_kind[sequence.request.guided, self._num_given(sequence.request)].append(sequence)
+        for (_, count), group in by_kind.items():
+            if count:
+                self._give(group, count)
+
+    def _num_given(self, request: Request) -> int:
+        return self.seq_len - request.num_generated(self.seq_len)
+
+    def _give(self, batch: list[Sequence], count: int) -> None:
+        """Takes in the first `count` tokens of sequences, which the user gave.
+
+        One pass has the inputs before token 0, as in the first round of `ar`, and one those of the tokens but the last.
+        """
+        rows = self.next_rows(batch)
+        self.conditions(batch, rows)
+        given = np.stack([sequence.request.known.image[:count].numpy() for sequence in batch])  # type: ignore[union-attr]
+        tokens = send({"tokens": given}, self.device)["tokens"]
+        self.tokens[rows.slot, :count] = tokens
+        by_branch, cached = [tokens[:, :-1]], [2 * rows.slot]
+        if batch[0].request.guided:
+            first = torch.where(self.own_null[rows.slot].unsqueeze(1), self.null_first[rows.slot], tokens[:, 0])
+            by_branch.append(torch.cat([first.unsqueeze(1), tokens[:, 1:]], dim=1)[:, :-1])
+            cached.append(2 * rows.slot + 1)
+        first_column, num_cells = self.config.cls_token_num - 1, self.config.parallel_num
+        column = first_column + torch.arange(num_cells, num_cells * count, device=self.device)
+        end = first_column + num_cells * count
+        with self.precision.fast():
+            inputs = self._prepared.token_inputs(self.target.finish(torch.cat(by_branch))).flatten(1, 2)
+            row = torch.cat(cached)
+            view = CacheView(self._keys, self._values, row, column.expand(len(row), -1), end)
+            self._prepared.features(inputs, column.unsqueeze(0), self.target.mask(column, end), view)
+        for sequence in batch:
+            sequence.num_committed = count
 
     def encode(self, known: Inpainting, seed: Tensor) -> Tensor:
         """Tokens [L, d], on the CPU, of a given image. Raises ValueError without an autoencoder."""
@@ -259,14 +291,21 @@ class CausalRunner:
         """Writes the ends of chains [R, d] to their slots."""
         self.tokens[rows.slot, rows.position] = tokens
 
-    def given(self, sequences: list[Sequence]) -> None:
-        """None: no sequence has given tokens."""
+    def given(self, sequences: list[Sequence]) -> Tensor | None:
+        """Which tokens the user gave, bool [B, L]; None if no sequence has given tokens."""
+        counts = [self._num_given(sequence.request) for sequence in sequences]
+        if not any(counts):
+            return None
+        return torch.arange(self.seq_len, device=self.device) < send_integers(counts, self.device).unsqueeze(1)
 
     def results(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
         """(tokens [B, L, d], token costs [B, L], which tokens are finite, bool [B, L])."""
         slots = send_integers([sequence.slot for sequence in sequences], self.device)
         tokens = self.target.finish(self.tokens[slots])
-        return tokens, self.token_cost[slots], tokens.isfinite().all(-1)
+        token_cost, given = self.token_cost[slots], self.given(sequences)
+        if given is not None:
+            token_cost = token_cost.masked_fill(given, torch.nan)
+        return tokens, token_cost, tokens.isfinite().all(-1)
 
     def so_far(self, sequence: Sequence) -> tuple[Tensor, Tensor]:
         """(tokens [1, L, d], token costs [1, L]) of a running sequence: 0 and NaN for tokens not committed yet."""

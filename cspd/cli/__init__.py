@@ -26,6 +26,7 @@ MODULES = {  # the module with a command's function `run_COMMAND`; only this one
     "gpu_check": "cspd.cli.bench",
     "calibrate": "cspd.cli.bench",
     "methods": "cspd.cli.options",
+    "env": "cspd.cli.env",
 }
 BROKEN_PIPE = 141  # what shells report of a process that SIGPIPE ended: 128 + 13
 
@@ -82,7 +83,7 @@ def _run(argv: list[str] | None) -> int:
 def _parse(argv: list[str]) -> argparse.Namespace:
     """Parses the arguments. Methods and plugins, which import torch, are loaded only if their flags may be needed."""
     wanted = help_wanted(argv)
-    if wanted == "" or not argv or argv[0] not in COMMANDS:
+    if wanted == "" or not argv or argv[0] not in COMMANDS or argv[0] == "env":
         argv = argv or ["--help"]
         return parser_of(argv).parse_args(argv)
     with telling("loading PyTorch") if sys.stderr.isatty() else contextlib.nullcontext():

@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from cspd.checkpoints import checkpoint_files, family_of, run_settings
+from cspd.checkpoints import checkpoint_files, family_of, load, run_settings
+from cspd.cli.flags import parser_of
 from cspd.cli.options import (
     check_classes,
     check_method,
@@ -23,6 +24,7 @@ from cspd.cli.options import (
     read_prompts,
     request_of,
 )
+from cspd.cli.papers import run_paper
 from cspd.comparison.compare import compare, tune
 from cspd.comparison.report import choice_told, front_table, shortfall, text_table, wanted, write
 from cspd.comparison.study import (
@@ -43,19 +45,21 @@ from cspd.device import describe, pick_device
 from cspd.engine import Engine
 from cspd.evaluation.images import (
     GRID,
-    ImageFolder,
     Subject,
     Watched,
     are_texts,
     asking_for,
     check_npz,
+    cycle_of,
     export_npz,
+    images_in,
     in_turn,
     prompts_of,
 )
 from cspd.evaluation.metrics import (
     INCEPTION,
     NO_MODEL,
+    PANEL,
     SPACES,
     Clip,
     check,
@@ -80,6 +84,7 @@ from cspd.evaluation.run import (
     write_grid,
 )
 from cspd.files import Place, checked_json, place_of, write_json
+from cspd.method import METHODS
 from cspd.option import BUNDLED, DEFAULTS, option_names
 from cspd.request import Request
 from cspd.runs import (
@@ -139,25 +144,43 @@ def _named(file: dict) -> str:
 def _quality_lines(report: dict) -> list[Line]:
     """The metrics of features, and the classifier's accuracy."""
     notes = dict(report["missing"])
-    if report["inception_score_std"] is not None:
-        notes["inception_score"] = f"+- {report['inception_score_std']:.3f} over ten parts"
-    if report["accuracy_ci95"] is not None:
-        low, high = report["accuracy_ci95"]
-        notes["accuracy"] = f"recognised as their class, 95 % interval {low:.1%} to {high:.1%}"
-    forms = (
-        ("fid", "FID", ".3f"),
-        ("inception_score", "inception score", ".3f"),
-        ("kid", "KID", ".5f"),
-        ("precision", "precision", ".3f"),
-        ("recall", "recall", ".3f"),
-        ("accuracy", "accuracy", ".1%"),
-    )
+    for name in PANEL:
+        if report[f"{name}_ci95"] is not None:
+            notes[name] = _sureness(report, name)
+    if report["cmmd"] is not None and report["space"] != INCEPTION and not report["cmmd_by"]:
+        notes["cmmd"] = f"{notes.get('cmmd', '')}; by the {report['space']} classifier in place of CLIP".lstrip("; ")
     lines = []
-    for name, title, form in forms:
+    for name in PANEL:
         value = report[name]
-        text = "-" if value is None else format(value, form)
-        lines.append((title, text, notes.get(name, "")))
+        text = "-" if value is None else format(value, FORMS.get(name, ".3f"))
+        lines.append((TITLES.get(name, name), text, notes.get(name, "")))
     return lines
+
+
+TITLES = {  # of scores whose names are not words
+    "fid": "FID",
+    "sfid": "sFID",
+    "fd_dinov2": "FD-DINOv2",
+    "inception_score": "inception score",
+    "kid": "KID",
+    "cmmd": "CMMD",
+}
+FORMS = {"kid": ".5f", "accuracy": ".1%"}
+
+
+def _sureness(report: dict, name: str) -> str:
+    """The 95 % interval of a score, and the difference that so many images can show."""
+    form = FORMS.get(name, ".3f")
+    low, high = (format(end, form) for end in report[f"{name}_ci95"])
+    note = f"{low} to {high} at 95 %"
+    if name == "accuracy":
+        note = f"recognised as their class, {note}"
+    resolution = report[f"{name}_resolution"]
+    if resolution is None:
+        return note
+    note += f"; differences under {format(resolution, form)} cannot be told with {report['num']:,} images"
+    needed = report[f"{name}_needed"]
+    return note if needed is None else f"{note} (5 %: {needed:,})"
 
 
 def _sampling_lines(sampling: dict, request: dict) -> list[Line]:
@@ -174,7 +197,7 @@ def _sampling_lines(sampling: dict, request: dict) -> list[Line]:
         lines.append(("head calls per token", f"{sampling['head_calls_per_token']:.1f}", calls))
     if sampling["bound_per_image"] > 0:
         bound = f"{min(sampling['bound_per_image'], 1):.3f}"
-        lines.append(("TV bound", bound, "of an image's tokens, from the target's distribution (docs/bounds.md)"))
+        lines.append(("TV bound", bound, "of an image's tokens, from the target's distribution (docs/exactness.md)"))
     lines += measured_lines(sampling)
     if not sampling["images_made"]:
         return [*lines, ("images/s", "-", "all images existed already")]
@@ -295,13 +318,16 @@ def how_to_evaluate(args: argparse.Namespace, rows: Sequence[Configuration]) -> 
 
 # `cspd evaluate`: the quality of many images, and the speed of sampling them.
 
-EVALUATION_SCHEMA = "cspd.evaluation/2"
-MEASURES_ONLY = ("images", "out", "ref", "space", "weights", "clip", "prompts", "npz", "device")
+EVALUATION_SCHEMA = "cspd.evaluation/3"
+MEASURES_ONLY = ("images", "out", "ref", "space", "weights", "clip", "dinov2", "prompts", "npz", "device")
 MEASURING = {"command", "line", "default_of", *MEASURES_ONLY}  # arguments that measuring existing images needs
 USUAL_NUM = 500  # images of a class-conditional model
 
 
 def run_evaluate(args: argparse.Namespace) -> None:
+    if args.like:
+        run_paper(args, lambda words: parser_of(words, METHODS).parse_args(words), _check_family, run_evaluate)
+        return
     args.out = place_of(str(args.out))
     part = part_of(args.shard)
     if args.images:
@@ -337,10 +363,19 @@ def run_evaluate(args: argparse.Namespace) -> None:
             _report(args, shards, shards.subjects(), how, about)
 
 
+SMALL = {"MAR": "emoji64", "VQ": "digits32_vq"}  # bundled models that take the settings of the official ones
+
+
+def _check_family(args: argparse.Namespace, family: str) -> None:
+    """Raises ValueError for settings that models of this family refuse, without their weights."""
+    if family in SMALL:
+        load(SMALL[family], device="cpu", max_batch=1).check(request_of(args, 0, args.seed))
+
+
 def _measure_folder(args: argparse.Namespace) -> None:
     """Reports on existing images."""
     _check_measuring(args)
-    images = ImageFolder(args.images)
+    images = images_in(args.images)
     subjects: list | None = images.labels or prompts_of(images)
     if args.prompts:
         prompts = read_prompts(args.prompts, images.files)
@@ -422,7 +457,7 @@ def _divided(args: argparse.Namespace, prompts: list[str] | None) -> tuple[Engin
 
 def _check_extras(args: argparse.Namespace, of_texts: bool) -> None:
     """Raises now the errors that CLIP's folder or the .npz would raise after sampling."""
-    if args.clip:
+    if args.clip and of_texts:
         check_clip(args.clip, args.device, of_texts)
     if args.npz:
         check_npz(args.npz)
@@ -435,7 +470,7 @@ def _how_to_measure(
     how: dict = {"space": None, "reference": None, "weights": args.weights, "device": device}
     space = args.space or _usual_space(args, size, of_texts)
     if space:
-        how |= {"space": space, "reference": reference_for(space, args.ref)}
+        how |= {"space": space, "reference": reference_for(space, args.ref), "clip": args.clip, "dinov2": args.dinov2}
         check(*size, **how)
     return how
 
@@ -466,8 +501,9 @@ def _measured(images: Dataset, subjects: list[Subject] | None, how: dict, clip: 
         values = unmeasured(len(images), "no feature space: give --ref, or --weights with Inception's file")
     else:
         with tqdm(total=len(images), desc="measuring", unit=" image") as bar:
-            values = measure(Watched(images, bar), labels=None if of_texts else subjects, **how)
-    values |= {"clip_score": None, "clip_score_error": None, "clip": None}
+            labels = None if of_texts else subjects
+            values = measure(Watched(images, bar), labels=labels, cycle=cycle_of(subjects), **how)
+    values |= {"clip_score": None, "clip_score_error": None, "clip": None, "cmmd_by": clip and clip.name}
     if of_texts and clip is None:
         values["missing"]["clip_score"] = NO_MODEL
     elif of_texts:

@@ -64,7 +64,7 @@ first steps:
   cspd sample --checkpoint emoji64_text --prompt "a red heart" --num 8 --out hearts/
       a bundled text-to-image model (needs: pip install 'cspd[text]')
   cspd sample --checkpoint mar_large/ --vae kl16.ckpt --labels 207 --out dog/
-      an official MAR checkpoint; checkpoints/README.md says where to get the files
+      an official MAR checkpoint; docs/checkpoints.md says where to get the files
   cspd edit --image three/00000_label3_seed0.png --keep 0.5 --label 3 --num 4 --out variations/
       variations of an image; `cspd edit --help` shows how to inpaint and outpaint
   cspd compare --methods speculative,calibrated --labels 0-9 --num 20
@@ -246,7 +246,7 @@ def _edit(parser: Parser) -> None:
     parser.description = (
         "Regenerates a part of an image: inpainting (--mask), variations (--keep), outpainting (--place).\n"
         "A token covers a patch of pixels and is kept only if none of them is masked. The other tokens are\n"
-        "sampled given the kept ones, with any method. VQ models generate in raster order, so they can keep\n"
+        "sampled given the kept ones, with any method. VQ and causal models generate in raster order: they can keep\n"
         "only the first tokens of that order. An image of another size is cropped to a square and resized.\n"
         "grid.png shows the image before and after."
     )
@@ -408,8 +408,9 @@ numbers vary by chance.
 
 def _evaluate(parser: Parser) -> None:
     parser.description = (
-        "Samples images, or takes existing ones, and measures them: FID, Inception score, KID, precision,\n"
-        "recall, class accuracy and, for prompts, CLIP score. Run the same command again to resume an\n"
+        "Samples images, or takes existing ones, and measures them: FID, sFID, Inception score, KID, CMMD,\n"
+        "precision, recall, density, coverage, class accuracy, FD-DINOv2 and, for prompts, CLIP score, each\n"
+        "with the smallest difference that so many images can show. Run the same command again to resume an\n"
         "interrupted run, with any number of processes:\n"
         "torchrun --nproc_per_node=8 -m cspd evaluate ... (docs/evaluate.md)."
     )
@@ -431,10 +432,15 @@ def _evaluate(parser: Parser) -> None:
     _add_out(group, "evaluation", word)
     _add_parts(parser)
     text = (
-        "measure the images in this directory instead of sampling. Classes or prompts come from the files that"
-        " `cspd sample` wrote, or from --prompts, one per image in natural sort order of the file names"
+        "measure the images in this directory, or in an .npz such as ADM's, instead of sampling. Classes or prompts"
+        " come from the files that `cspd sample` wrote, or from --prompts, one per image in natural sort order of the"
+        " file names"
     )
     _add_path(group, "--images", "FOLDER", text)
+    text = "the rows of a published table, such as paper:mar, with its settings and numbers; other flags override them"
+    _rare(group.add_argument("--like", type=word, metavar="paper:NAME", help=text))
+    text = "with --like: check everything but the weights, and sample nothing"
+    _rare(group.add_argument("--dry-run", action="store_true", help=text))
     group = parser.add_argument_group("measures")
     text = (
         "reference: an .npz with mu and sigma (for FID), an .npz with images in arr_0 as ADM's (also for KID, precision"
@@ -449,6 +455,8 @@ def _evaluate(parser: Parser) -> None:
     _rare(group.add_argument("--space", metavar="NAME", help=text))
     _add_weights(group, " (default: downloaded by torch-fidelity)")
     _add_clip(group)
+    text = "folder of a DINOv2 model of transformers, such as facebook/dinov2-large, for FD-DINOv2"
+    _rare(_add_path(group, "--dinov2", "FOLDER", text))
     _rare(_add_path(group, "--npz", "FILE", "also write the images as an .npz for ADM's evaluator"))
     _add_sampling(parser)
     _add_machine(parser)
@@ -562,8 +570,12 @@ def _methods(parser: Parser) -> None:
     )
     group = parser.add_argument_group("form")
     group.add_argument("--markdown", action="store_true", help="print the table in docs/methods.md")
-    group.add_argument("--options", action="store_true", help="print the table of all options in docs/api.md")
+    group.add_argument("--options", action="store_true", help="print the table of all options in docs/reference.md")
     _rare(add_plugin(group))
+
+
+def _env(parser: Parser) -> None:
+    parser.description = "Prints versions, the device and the bundled models: paste it into a report of a bug."
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
@@ -579,6 +591,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "gpu-check": ("check the correctness and speed of this GPU", _gpu_check),
     "calibrate": ("calibrate a method ahead of its first use", _calibrate),
     "methods": ("list the methods and their guarantees", _methods),
+    "env": ("print versions and the device, for reports of bugs", _env),
 }
 
 
@@ -650,7 +663,7 @@ def _add_weights(group: argparse._ArgumentGroup, default: str = "") -> None:
 
 
 def _add_clip(group: argparse._ArgumentGroup) -> None:
-    text = "a CLIP model, such as openai/clip-vit-large-patch14: scores how well images match their prompts"
+    text = "a CLIP model, such as openai/clip-vit-large-patch14: scores how well images match prompts, and gives CMMD"
     _rare(_add_path(group, "--clip", "FOLDER", text))
 
 
@@ -696,7 +709,7 @@ def _add_checkpoint(group: argparse._ArgumentGroup, several: bool = False) -> No
 
 def add_plugin(group: argparse._ActionsContainer) -> argparse.Action:
     """Adds --plugin, which `cspd.cli.options.load_plugins` reads before all other flags."""
-    text = "a Python file that registers methods (docs/api.md)"
+    text = "a Python file that registers methods (docs/reference.md)"
     return group.add_argument("--plugin", type=path_argument, action="append", metavar="FILE", help=text)
 
 
@@ -715,7 +728,7 @@ def _add_machine(parser: Parser) -> None:
     """Adds flags of the device and how it computes."""
     group = parser.add_argument_group("machine")
     _add_device(group)
-    text = "fp32: float32 throughout; tf32, bf16: faster on a GPU (docs/precision.md) (default: %(default)s)"
+    text = "fp32: float32 throughout; tf32, bf16: faster on a GPU (docs/exactness.md) (default: %(default)s)"
     group.add_argument("--precision", default="fp32", choices=PRECISIONS, metavar="NAME", help=text)
     text = "compile MAR's backbone, the steps of ar and speculative, and VQ layers: minutes on first use, then faster"
     _rare(group.add_argument("--compile", action="store_true", help=text))

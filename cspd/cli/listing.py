@@ -164,7 +164,7 @@ def markdown_table(methods: Iterable[Method]) -> str:
 
 
 def options_table(methods: Iterable[Method]) -> str:
-    """The table of options in docs/api.md."""
+    """The table of options in docs/reference.md."""
     lines = [OPTIONS_HEADER]
     for use in uses(methods):
         option = use.option

@@ -39,7 +39,7 @@ from cspd.evaluation.run import (
     shards_store,
 )
 from cspd.files import Remote, append_json, parse_json, place_of, without_none, write_bytes
-from cspd.method import Prepared, as_it_is
+from cspd.method import Prepared
 from cspd.plots import grid, token_cost_grid, usual_columns
 from cspd.request import Inpainting, Output, Request, Resized, cropping, placed, png_of, to_pil
 from cspd.runs import (
@@ -378,7 +378,7 @@ def tell(engine: Engine, checked: Prepared, record: dict, out: Path, heatmap: bo
     num = record["requests"]
     _print_costs(summary, num)
     # only methods that choose the window themselves can give a reason for it
-    if summary["window"] is not None and checked.method.resolve is not as_it_is:
+    if summary["window"] is not None and checked.request.window is None:
         why = engine.runners[checked.method.family].tuning.why(checked.request, engine.num_slots)
         print(f"window {summary['window']}: {why}")
     if heatmap:
@@ -428,7 +428,9 @@ def _print_vq_cost(summary: dict) -> None:
         error = summary["bound_standard_error"]
         if error is not None:
             bound += f" +- {error:.3f}"
-        print(f"total variation distance from the target, for the tokens of an image: at most {bound} (docs/bounds.md)")
+        print(
+            f"total variation distance from the target, for the tokens of an image: at most {bound} (docs/exactness.md)"
+        )
 
 
 def _phases_line(summary: dict) -> str:

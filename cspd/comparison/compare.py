@@ -12,10 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch_fidelity.metric_fid import fid_features_to_statistics
 from tqdm import tqdm
 
-from cspd.comparison.report import WORSE, value_of
+from cspd.comparison.report import NAMES, WORSE, value_of
 from cspd.comparison.study import (
     TIMED,
     TUNE,
@@ -29,17 +28,19 @@ from cspd.comparison.study import (
 )
 from cspd.device import spread
 from cspd.evaluation import metrics
-from cspd.evaluation.images import ImageList, Subject, are_texts, in_turn
-from cspd.evaluation.metrics import (
+from cspd.evaluation.images import ImageList, Subject, are_texts, cycle_of, in_turn
+from cspd.evaluation.metrics import NO_MODEL, Clip, Reference, mean_and_error
+from cspd.evaluation.scores import (
+    LEAST_INTERVAL,
     LEAST_PAIRS,
-    NO_MODEL,
-    NORMAL,
-    Clip,
-    Reference,
+    Score,
     around,
+    change,
     energy_test,
-    half_of,
-    mean_and_error,
+    holm,
+    standard_error,
+    statistics_of,
+    two_sided,
 )
 from cspd.method import guarantee_of
 from cspd.request import Request
@@ -110,61 +111,25 @@ def _mean_with_interval(name: str, values: Tensor) -> dict:
     return {name: mean, f"{name}_ci95": interval}
 
 
-# The uncertainty of FID and Inception score of few images: the jackknife. It leaves out one part of the images at a
-# time. The bootstrap would sample classes unevenly and repeat images, and either worsens both scores.
-
-PARTS = 25  # parts of a row's images, at most
-LEAST_INTERVAL = 20  # images, at least
-LEAST_CYCLES = 4  # cycles through the classes, for class-balanced parts
-QUICK_FEATURES = 256  # a FID of Inception's 2,048 features takes many seconds: it gets no interval
-
-
-def jackknife(
-    features: Tensor, logits: Tensor, names: list[str], reference: Reference | None, num_classes: int
-) -> dict[str, np.ndarray]:
-    """The scores in `names` (FID, Inception score) with each part of the images left out, or {} for too few images."""
-    num = len(features)
-    if num < LEAST_INTERVAL:
-        return {}
-    is_quick = features.shape[1] <= QUICK_FEATURES
-    if "fid" in names and (reference.statistics is None or not is_quick):
-        names = [name for name in names if name != "fid"]
-
-    # image i has class i modulo num_classes: a part of whole cycles has equally many images of each class
-    block = num_classes if num >= LEAST_CYCLES * num_classes else 1
-    part = torch.arange(num) // block % PARTS
-    values = []
-    for left_out in part.unique():
-        rest = part != left_out
-        values.append(metrics.of_features(features[rest], logits[rest], names, reference))
-    return {name: np.array([value[name] for value in values]) for name in names}
-
-
-def standard_error(left_out: np.ndarray) -> float:
-    """The jackknife's standard error of a value, measured with each part left out.
-
-    Efron & Stein, The Jackknife Estimate of Variance, 1981: (n - 1) / n times the sum of squared deviations.
-    """
-    variance = (len(left_out) - 1) * np.var(left_out)
-    return float(variance**0.5)
-
-
-def intervals(measured: Mapping, left_out: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
-    """95 % intervals of measured values, from the result of `jackknife`."""
-    found = {}
-    for name, values in left_out.items():
-        found[f"{name}_ci95"] = around(name, measured[name], standard_error(values))
-    return found
-
-
 # Configurations side by side, with the same seeds and interleaved, as rows of speed, cost, quality and p-values.
 
-SCHEMA = "cspd.compare/6"
+SCHEMA = "cspd.compare/7"
 TESTS = (("p_value", "paired_baseline"), ("p_unpaired", "unpaired_baseline"))  # against the same seeds, and others
 QUALITIES = ("fid", "inception_score", "accuracy")
 CLIP_SCORES = ("clip_score", "clip_difference")
 INTERVALS = [f"{name}_ci95" for name in (*QUALITIES, *CLIP_SCORES)]
-MEASURED_LATER = [*QUALITIES, *CLIP_SCORES, *INTERVALS, *itertools.chain(*TESTS)]  # None until they are known
+SURE = 0.05  # a corrected p-value below it shows a difference
+OF_QUALITIES = [f"{name}_{what}" for name in QUALITIES for what in ("resolution", "change", "change_holm")]
+HOLM = [f"{p_value}_holm" for p_value, _ in TESTS]
+MEASURED_LATER = [  # None until they are known
+    *QUALITIES,
+    *CLIP_SCORES,
+    *INTERVALS,
+    *OF_QUALITIES,
+    *itertools.chain(*TESTS),
+    *HOLM,
+    "verdict",
+]
 
 
 def compare(
@@ -236,8 +201,8 @@ def report_of(
     seed: int,
     evaluation: Evaluation,
     progress: bool = True,
-) -> tuple[dict, list[np.ndarray], list[dict]]:
-    """The report on the chunks of rows, the images of each row, and the result of `jackknife` for each."""
+) -> tuple[dict, list[np.ndarray], list[dict[str, Score]]]:
+    """The report on the chunks of rows, the images of each row, and the scores of each, by name."""
     images = []
     for made in chunks:
         images.append(np.concatenate([chunk.images for chunk in made]))
@@ -266,22 +231,58 @@ def report_of(
         entry["settings"] = settings_of(plan)
         if row.seed is not None:
             entry["settings"]["seed"] = row.seed
-        entry["pixel_difference"] = None
+        entry["pixel_difference"] = entry["worst_images"] = None
         if base is not None:
-            entry["pixel_difference"] = _pixel_difference(own, images[base])
+            differences = _differences(own, images[base], row.engine.runners[plan.family].seq_len)
+            entry["pixel_difference"] = float(np.square(differences).mean() ** 0.5)
+            if entry["guarantee"] != "exact":
+                entry["worst_images"] = _worst(differences)
+                entry["paired_baseline"] = rows[base].name
         report["rows"].append(entry)
-    left_out = _add_quality(report, rows, images, against, evaluation, progress)
+    scores = _add_quality(report, rows, images, against, evaluation, progress)
     add_clip_scores(report, images, paired, evaluation.clip, rows[0].engine.device, progress)
-    return report, images, left_out
+    return report, images, scores
 
 
-def _pixel_difference(images: np.ndarray, others: np.ndarray) -> float:
-    """Root mean square difference, in 0..255, of images uint8 [N, H, W, 3]."""
-    squares = []
+WORST = 8  # images of a row's worst, at most
+
+
+def _differences(images: np.ndarray, others: np.ndarray, seq_len: int) -> np.ndarray:
+    """Root mean square differences, in 0..255, of the pixels of each token: [N, S, S], S x S the grid of the tokens.
+
+    Args:
+        images, others: uint8 [N, H, W, 3].
+    """
+    side = math.isqrt(seq_len)
+    if side * side != seq_len or images.shape[1] % side or images.shape[2] % side:
+        side = 1  # tokens are not patches of these images
+    differences = []
     for image, other in zip(images, others):  # one at a time: all in float32 may be too much memory
-        difference = image.astype(np.float32) - other
-        squares.append(np.square(difference).mean())
-    return float(np.mean(squares) ** 0.5)
+        squares = np.square(image.astype(np.float32) - other).mean(-1)
+        height, width = squares.shape
+        patches = squares.reshape(side, height // side, side, width // side)
+        differences.append(patches.mean((1, 3)) ** 0.5)
+    return np.stack(differences)
+
+
+def _worst(differences: np.ndarray) -> list[dict]:
+    """The images that differ most from baseline sampling of the same noise, the worst first, each with its worst token.
+
+    `differences`: see `_differences`.
+    """
+    of_image = np.square(differences).mean((1, 2)) ** 0.5
+    found = []
+    for i in np.argsort(-of_image, kind="stable")[:WORST]:
+        row, column = np.unravel_index(differences[i].argmax(), differences[i].shape)
+        found.append(
+            {
+                "image": int(i),
+                "pixel_difference": float(of_image[i]),
+                "token": [int(row), int(column)],
+                "token_difference": float(differences[i, row, column]),
+            }
+        )
+    return found
 
 
 def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks: list[Chunk]) -> dict:
@@ -347,16 +348,16 @@ def _add_quality(
     against: Sequence[tuple[Configuration | None, Configuration | None]],
     evaluation: Evaluation,
     progress: bool,
-) -> list[dict]:
-    """Adds quality and p-values to the report's rows, and the reasons for missing ones to `missing`.
+) -> list[dict[str, Score]]:
+    """Adds quality, p-values and verdicts to the report's rows, and the reasons for missing ones to `missing`.
 
-    `against`: the baselines that each row is tested against, of the same seeds and of others. Returns the result of
-    `jackknife` for each row.
+    `against`: the baselines that each row is tested against, of the same seeds and of others. Returns the scores of
+    each row, by name.
     """
     missing = report["missing"]
     if evaluation.space is None:
         reason = "these models have no classifier of their own: give Inception's file, --weights"
-        for name in (*QUALITIES, "p_value"):
+        for name in (*QUALITIES, "p_value_holm"):
             missing[name] = reason
         return [{} for _ in rows]
 
@@ -367,40 +368,71 @@ def _add_quality(
     subjects = report["labels"]
     labels = None if are_texts(subjects) else in_turn(subjects, report["images"])
     # features are extracted once, and serve all scores, intervals and tests
-    features, left_out = [], []
+    features, scores = [], []
     pairs = list(zip(report["rows"], images))
     for entry, row_images in tqdm(pairs, desc="evaluating", unit=" row", disable=not progress):
         data = _image_list(row_images)
         extracted = metrics.extract(data, **how)
-        quality = metrics.measure(data, reference=reference, labels=labels, extracted=extracted, **how)
-        for name in (*QUALITIES, "accuracy_ci95"):
-            entry[name] = quality[name]
-            if name in quality["missing"]:
-                missing[name] = quality["missing"][name]
-        names = [name for name in ("fid", "inception_score") if entry[name] is not None]
-        scores = jackknife(*extracted, names, reference, len(subjects))
-        entry |= intervals(entry, scores)
-        left_out.append(scores)
-        features.append(extracted[0])
+        own, reasons = metrics.scores_of(
+            data, reference=reference, labels=labels, cycle=cycle_of(subjects), extracted=extracted, **how
+        )
+        values = metrics.told(own, len(row_images))
+        for name in QUALITIES:
+            entry |= {key: values[key] for key in (name, f"{name}_ci95", f"{name}_resolution")}
+            if name in reasons:
+                missing[name] = reasons[name]
+        scores.append(own)
+        features.append(extracted.features)
 
+    bases = [[None if base is None else rows.index(base) for base in each] for each in against]
     if report["images"] < LEAST_PAIRS:
-        missing["p_value"] = f"a test needs {LEAST_PAIRS} images or more"
-        return left_out
-    for entry, bases, own in zip(report["rows"], against, features):
-        for (p_value, base_name), base in zip(TESTS, bases):
-            if base is not None:
-                entry[p_value] = energy_test(features[rows.index(base)], own)
-                entry[base_name] = base.name
-    return left_out
+        missing["p_value_holm"] = f"a test needs {LEAST_PAIRS} images or more"
+    else:
+        for entry, own_bases, own_features in zip(report["rows"], bases, features):
+            for (p_value, base_name), base in zip(TESTS, own_bases):
+                if base is not None:
+                    entry[p_value] = energy_test(features[base], own_features)
+                    entry[base_name] = rows[base].name
+    _add_verdicts(report["rows"], scores, bases)
+    return scores
+
+
+def _add_verdicts(
+    rows: Sequence[dict], scores: Sequence[Mapping[str, Score]], bases: Sequence[Sequence[int | None]]
+) -> None:
+    """Adds to each row its changes from baseline sampling, p-values corrected for the number of rows, and a verdict.
+
+    The changes are from the baseline of the same seeds, or else of others. The verdict names what differs.
+    """
+    titles = {"p_value": "features", "p_unpaired": "features"}
+    for name in QUALITIES:
+        p_values: list[float | None] = []
+        for row, own, (same_seeds, other_seeds) in zip(rows, scores, bases):
+            base = other_seeds if same_seeds is None else same_seeds
+            p_values.append(None)
+            if base is None or name not in own or name not in scores[base]:
+                continue
+            row[f"{name}_change"], error = change(own[name], scores[base][name], same_seeds is not None)
+            if error is not None:
+                p_values[-1] = two_sided(row[f"{name}_change"], error)
+        for row, corrected in zip(rows, holm(p_values)):
+            row[f"{name}_change_holm"] = corrected
+        titles[f"{name}_change"] = NAMES[name]
+    for p_value, _ in TESTS:
+        for row, corrected in zip(rows, holm([row[p_value] for row in rows])):
+            row[f"{p_value}_holm"] = corrected
+    for row in rows:
+        corrected = {test: row[f"{test}_holm"] for test in titles if row[f"{test}_holm"] is not None}
+        if corrected:
+            found = dict.fromkeys(titles[test] for test, p in corrected.items() if p < SURE)
+            row["verdict"] = f"differs: {', '.join(found)}" if found else "no difference shown"
 
 
 def _with_statistics(reference: Reference, how: dict) -> Reference:
     """The reference with statistics only, computed once for all rows: no column needs its images."""
     statistics = reference.statistics
     if statistics is None and len(reference.images) >= metrics.LEAST["fid"]:
-        features = metrics.features(reference.images, **how)
-        computed = fid_features_to_statistics(features)
-        statistics = {name: value.astype(np.float64) for name, value in computed.items()}
+        statistics = statistics_of(metrics.features(reference.images, **how))
     if statistics is None:
         return reference
     return replace(reference, statistics=statistics, images=None)
@@ -642,21 +674,18 @@ def _rung(
     alive = [r for r in chosen if r not in runs.failed]
     rows = [runs.rows[r] for r in alive]
     plans = [runs.plans[r] for r in alive]
-    report, images, left_out = report_of(rows, plans, chunks, labels, seed, evaluation, progress=False)
-    _add_losses(report["rows"], left_out)
+    report, images, scores = report_of(rows, plans, chunks, labels, seed, evaluation, progress=False)
+    _add_losses(report["rows"], scores)
     return report, images
 
 
-def _add_losses(rows: list[dict], left_out: Sequence[Mapping[str, np.ndarray]]) -> None:
-    """Adds "losses" to each row, see `tune`; None for unknown ones.
-
-    `left_out`: the result of `jackknife` for each row.
-    """
-    baseline, other_seeds = rows[:ALWAYS]
-    for row, own in zip(rows, left_out):
+def _add_losses(rows: list[dict], scores: Sequence[Mapping[str, Score]]) -> None:
+    """Adds "losses" to each row, see `tune`; None for unknown ones. `scores`: of each row, by name."""
+    _, other_seeds = rows[:ALWAYS]
+    for row, own in zip(rows, scores):
         losses = {}
         for name in WORSE:
-            losses[name] = _loss(name, row, baseline, own, left_out[0])
+            losses[name] = _loss(name, own, scores[0])
         divergence = 0.0 if row["guarantee"] == "exact" else row.get("divergence")
         losses["divergence"] = None if divergence is None else {"loss": divergence, "error": 0.0}
         row["losses"] = losses
@@ -668,24 +697,19 @@ def _add_losses(rows: list[dict], left_out: Sequence[Mapping[str, np.ndarray]]) 
                 loss["error"] = abs(by_chance["loss"]) if by_chance else 0.0
 
 
-def _loss(name: str, row: dict, plain: dict, own: Mapping, of_plain: Mapping) -> dict | None:
-    """How much worse a row's value is than baseline sampling's, as a ratio less 1, and its standard error."""
-    if row[name] is None or not plain[name]:
+def _loss(name: str, scores: Mapping[str, Score], plain: Mapping[str, Score]) -> dict | None:
+    """How much worse a row's score is than baseline sampling's, as a ratio less 1, and its standard error."""
+    if name not in scores or name not in plain or not plain[name].value:
         return None
-    if row is plain:
+    own, base = scores[name], plain[name]
+    if own is base:
         return {"loss": 0.0, "error": 0.0}
-    change = row[name] / plain[name] - 1
-    loss = WORSE[name] * change
-    interval = row[f"{name}_ci95"]
-    plain_interval = plain[f"{name}_ci95"]
+    ratio = own.value / base.value
     error = None
-    if name in own and name in of_plain:
-        # images of one seed have much in common: leaving the same parts out of both measures the ratio's own error
-        error = standard_error(own[name] / of_plain[name])
-    elif interval is not None and plain_interval is not None:
-        half = math.hypot(half_of(interval), half_of(plain_interval))
-        error = half / NORMAL / plain[name]
-    return {"loss": loss, "error": error}
+    if own.parts is not None and base.parts is not None:
+        # to first order; images of one seed have much in common, which is no error of the ratio
+        error = standard_error(own.parts - ratio * base.parts) / base.value
+    return {"loss": WORSE[name] * (ratio - 1), "error": error}
 
 
 def _trial(row: dict, limits: Mapping[str, float]) -> Trial:

@@ -17,10 +17,10 @@ from PIL import Image
 from tabulate import tabulate
 
 from cspd.evaluation.images import are_texts, in_turn
-from cspd.evaluation.metrics import NORMAL
+from cspd.evaluation.scores import NORMAL
 from cspd.files import link_of, write_bytes, write_json
 from cspd.method import GUARANTEES
-from cspd.plots import Panel, Point, beside, seed_grid, speed_quality
+from cspd.plots import Panel, Point, beside, seed_grid, speed_quality, stacked
 from cspd.request import png_of
 from cspd.runs import model_line
 
@@ -124,12 +124,18 @@ COLUMNS = [
         "Peak memory while it ran, of the GPU or else of this process, including the models of all configurations.",
     ),
     Column(
-        "p_value",
-        "p",
+        "p_value_holm",
+        "p coupled",
         ".3f",
         "Two-sample test of the images' features against baseline sampling of the same seeds, see below.",
     ),
-    Column("p_unpaired", "p unpaired", ".3f", "The same test against baseline sampling of other seeds."),
+    Column("p_unpaired_holm", "p unpaired", ".3f", "The same test against baseline sampling of other seeds."),
+    Column(
+        "verdict",
+        "against ar",
+        "",
+        "What differs from baseline sampling, of the features' distribution and the scores, at 95 %.",
+    ),
 ]
 # the columns that have an interval, as {key}_ci95
 INTERVALS = ("accuracy", "fid", "inception_score", "clip_score", "clip_difference", "bound", "difference", "audit")
@@ -187,15 +193,16 @@ def notes(report: dict, short: bool = False) -> list[str]:
     turns = _counted(len(rows[0]["seconds"]), "turn")
     size = _counted(min(images, report["max_batch"]), "image")
     lines = [f"speed-up: relative to {report['baseline']!r}, median of {turns} of {size}"]
-    if has("p_value"):
+    if has("p_value_holm"):
         lines.append(
-            "p: two-sample test of the images' features against baseline sampling (ar) with the same settings, paired"
-            " by class and seed. A small p (0.01) says that the distributions differ. A large p says that"
-            f" {images} images show no difference. By chance an exact method's p is below 0.01 once in a hundred times"
+            "p coupled: two-sample test of the images' features against baseline sampling (ar) with the same settings,"
+            " paired by class and seed, corrected for the number of rows (Holm). A small p (0.01) says that the"
+            f" distributions differ. A large p says that {images} images show no difference. Images of one seed share"
+            " their noise: p is exact only if exchanging them changes nothing, otherwise approximate"
         )
-    if any(row["p_value"] is not None and row["method"] == "ar" for row in rows):
+    if any(row["p_value_holm"] is not None and row["method"] == "ar" for row in rows):
         lines.append("p of an ar with other denoising steps: against baseline sampling with the first row's chain")
-    if has("p_unpaired"):
+    if has("p_unpaired_holm"):
         lines.append(
             "p unpaired: the same test against baseline sampling of other seeds. It misses small differences, which p"
             " finds if the images of one seed are nearly equal. Rows with nearly equal images have nearly the same"
@@ -203,13 +210,23 @@ def notes(report: dict, short: bool = False) -> list[str]:
         )
     if not short and any(has(f"{key}_ci95") for key in INTERVALS):
         lines.append(
-            "[min, max]: a 95 % interval. The class accuracy has Wilson's; FID and IS have the jackknife's, except FID"
-            " by Inception, which has none"
+            "[min, max]: a 95 % interval, given the reference. The class accuracy has Wilson's; FID and IS have the"
+            " infinitesimal jackknife's"
         )
+    worst = [row for row in rows if row.get("worst_images")]
+    if worst:
+        told = ", ".join(f"{row['name']} {row['worst_images'][0]['pixel_difference']:.0f}" for row in worst)
+        lines.append(f"the image that differs most from ar's of the same noise, in pixels (worst.png): {told}")
     if has("fid"):
         lines.append(
             f"FID-{images}: of {images} images, not of the customary 50,000. With few images it is higher: compare it"
             " within this table only"
+        )
+    resolutions = [row["fid_resolution"] for row in rows if row["fid_resolution"] is not None]
+    if resolutions:
+        lines.append(
+            f"FIDs of different seeds that differ by less than {max(resolutions):.2f} cannot be told apart with"
+            f" {images} images"
         )
     return lines + _missing(report)
 
@@ -281,7 +298,7 @@ def _escaped(text: str) -> str:
 
 def _layout(shown: list[Column]) -> dict:
     """tabulate's options: names and guarantees at the left, numbers at the right and unchanged."""
-    sides = ["left" if column.key in ("name", "guarantee") else "right" for column in shown]
+    sides = ["left" if column.key in ("name", "guarantee", "verdict") else "right" for column in shown]
     return {"colalign": sides, "disable_numparse": True}
 
 
@@ -463,12 +480,35 @@ def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
     else:
         (out / "speed_quality.png").unlink(missing_ok=True)  # of an earlier reference
     files["comparison.png"] = png_of(seed_grid(grid_rows, ["\n".join(head) for head in heads]))
+    worst = _worst_images(report, images)
+    if worst is None:
+        (out / "worst.png").unlink(missing_ok=True)  # of an earlier report
+    else:
+        files["worst.png"] = png_of(worst)
     files["comparison.md"] = markdown(report).encode()
     files["comparison.csv"] = csv_table(report).encode()
     for name, content in files.items():
         write_bytes(out / name, content)
     write_json(out / "comparison.json", report)
     return [*files, "comparison.json"]
+
+
+def _worst_images(report: dict, images: Sequence[np.ndarray]) -> Image.Image | None:
+    """The images that differ most from baseline sampling of the same noise, below those; None if no row has any."""
+    names = [row["name"] for row in report["rows"]]
+    subjects = in_turn(report["labels"], report["images"])
+    blocks = []
+    for row, own in zip(report["rows"], images):
+        worst = row.get("worst_images") or []
+        if not worst:
+            continue
+        chosen = [each["image"] for each in worst]
+        heads = [f"image {each['image']}\n{subjects[each['image']]}\n{each['pixel_difference']:.1f}" for each in worst]
+        base = images[names.index(row["paired_baseline"])]
+        pairs = ((row["paired_baseline"], base), (row["name"], own))
+        grid_rows = [(name, [Image.fromarray(each[i]) for i in chosen]) for name, each in pairs]
+        blocks.append(seed_grid(grid_rows, heads))
+    return stacked(blocks) if blocks else None
 
 
 def _heads(report: dict) -> list[list[str]]:

@@ -550,7 +550,15 @@ WARM_UP = 3  # rounds, before a row is timed on a CPU
 TIMED = 5  # turns of a comparison that measure speed, as many as `cspd bench` has runs
 MANY = 16  # images at once in later turns, which measure quality
 BAR = "{l_bar}{bar}| {n:.1f}/{total} images [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-WRITTEN = ("report.html", "speed_quality.png", "comparison.png", "comparison.md", "comparison.csv", "comparison.json")
+WRITTEN = (
+    "report.html",
+    "speed_quality.png",
+    "comparison.png",
+    "worst.png",
+    "comparison.md",
+    "comparison.csv",
+    "comparison.json",
+)
 
 
 @dataclass

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import statistics
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from cspd.device import Report, send_integers
 from cspd.discrete.batch import MOST_NODES, Batch, by_slot, packed, unpacked
+from cspd.discrete.prices import Verification, audited, num_draws
 from cspd.discrete.rules import (
     MIXED,
     Rule,
@@ -101,21 +104,37 @@ def outcome(
     runner: VQRunner,
     count: Tensor,
     bound: Tensor,
+    price: Tensor,
     tried: Tensor,
     accepted: Tensor,
 ) -> Tensor:
-    """The numbers [B, 3 + 2 height] that the CPU counts for a round.
+    """The numbers [B, 4 + 2 height] that the CPU counts for a round.
 
     They include the number of the draft model's forward passes, since a replayed graph runs no Python that counts them.
 
     Args:
         count: int64 [B], the number of accepted tokens; one more is committed. bound: [B], the rule's local bounds.
+        price: [B], see `price`.
         tried, accepted: bool [B, height], whether the token drafted at each depth was verified, and accepted.
     """
     draft_calls = steps(runner.draft_calls + 1, runner.device)[-1]
     count = count.unsqueeze(1)
     bound = bound.unsqueeze(1)
-    return torch.cat([count, draft_calls.expand_as(count), bound, tried, accepted], 1)
+    price = price.unsqueeze(1)
+    return torch.cat([count, draft_calls.expand_as(count), bound, price, tried, accepted], 1)
+
+
+def price(runner: VQRunner, batch: Batch, verification: Verification | None) -> Tensor:
+    """The audit of a round, nats [B]: an estimate of the sum of its tokens' divergences. NaN if there is none.
+
+    Nothing is audited with an exact rule, nor at temperature 0, where divergences are 0 or infinite.
+    """
+    rule = None if verification is None else rule_of(batch.request)
+    if rule is None or verification is None or rule.name == "exact" or rule.greedy:
+        return torch.full((len(batch),), torch.nan, device=runner.device)
+    index = steps(num_draws(rule, verification), runner.device)
+    u = runner.uniform(batch, Purpose.AUDIT, torch.zeros_like(index), index)
+    return audited(rule, verification, u, near_of(rule, runner))
 
 
 def run(
@@ -129,7 +148,7 @@ def run(
     key = sequences[0].key
     before: Unread | None = runner.unread.pop(key, None)
     numbers = launch(runner, sequences, watch, work, state, before)
-    most = numbers.shape[1] // 2  # 3 + 2 height columns: height + 1 tokens
+    most = numbers.shape[1] // 2 - 1  # 4 + 2 height columns: height + 1 tokens
     now = Unread(by_slot(sequences), Report(numbers), most)
     if runner.late:
         runner.unread[key] = now
@@ -186,11 +205,15 @@ def launch(
 def _count(runner: VQRunner, unread: Unread) -> None:
     """Counts a round for each sequence that was not finished before it."""
     for sequence, numbers in zip(unread.sequences, unread.outcome.tolist()):
-        num_accepted, draft_calls, bound, *ahead = numbers
+        num_accepted, draft_calls, bound, price, *ahead = numbers
         room = runner.seq_len - sequence.num_committed
         if room:
             count_round(sequence, min(int(num_accepted) + 1, room))
             _count_drafted(sequence.stats, int(draft_calls), bound, ahead)
+            if not math.isnan(price):
+                sequence.audits.append(price)
+            if sequence.audits and sequence.num_committed == runner.seq_len:
+                _count_audits(sequence, sequence.request.num_generated(runner.seq_len))
 
 
 def count_round(sequence: Sequence, committed: int) -> None:
@@ -213,6 +236,16 @@ def _count_drafted(stats: RoundStats, draft_calls: int, bound: float, ahead: lis
     height = len(ahead) // 2
     tried, accepted = stats.by_lag
     stats.by_lag = [_added(tried, ahead[:height]), _added(accepted, ahead[height:])]
+
+
+def _count_audits(sequence: Sequence, num_tokens: int) -> None:
+    """The mean of a finished sequence's audits per generated token, if it is finite, and its standard error."""
+    audits = sequence.audits
+    total = sum(audits)
+    if math.isfinite(total):
+        spread = statistics.stdev(audits) if len(audits) > 1 else 0.0
+        sequence.stats.audit = total / num_tokens
+        sequence.stats.audit_error = spread * len(audits) ** 0.5 / num_tokens
 
 
 def _added(before: list[int], now: list[float]) -> list[int]:
@@ -279,7 +312,7 @@ def _streams(num_nodes: int, num_positions: int, device: torch.device) -> tuple[
 # With same-image coupling the target samples a token after every node, by the request's own draws, and only drafted
 # tokens that equal its samples are accepted: the images are those of `ar`.
 #
-# Guarantee: that of the rule (`cspd.discrete.rules`), whatever the draft; see docs/bounds.md.
+# Guarantee: that of the rule (`cspd.discrete.rules`), whatever the draft; see docs/exactness.md.
 
 
 def run_drafted_round(runner: VQRunner, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
@@ -298,7 +331,8 @@ def _draft_and_verify(runner: VQRunner, batch: Batch) -> Tensor:
     if draft.needs == "eagle":
         runner.past.keep(batch, _pick(features, verified.path))
     accepted = steps(shape.height, runner.device) < verified.count.unsqueeze(1)
-    return outcome(runner, verified.count, verified.bound, verified.tried, accepted)
+    audit = price(runner, batch, verified.verification)
+    return outcome(runner, verified.count, verified.bound, audit, verified.tried, accepted)
 
 
 def _verify(runner: VQRunner, batch: Batch, drafted: Drafted, features: Tensor) -> Verified:
@@ -365,11 +399,18 @@ def check_model(name: str, runner: VQRunner) -> None:
 def check_rule(request: Request, runner: VQRunner) -> None:
     """Raises ValueError if the rule is invalid. Computes its neighbour table now, so that no round waits for it."""
     rule = rule_of(request)
+    if request.budget and rule.greedy:
+        raise ValueError(f"budget={request.budget} needs temperature > 0: at 0, divergences are 0 or infinite")
     if rule.pools and runner.models["tokenizer"] is None:
         raise ValueError(
             f"rule={request.rule!r} needs the tokenizer's codes, and this engine has no tokenizer: give it one"
         )
     near_of(rule, runner)
+
+
+def by_budget(request: Request, runner: VQRunner) -> Request:
+    """The request with the parameter of its rule that its budget allows, or with the exact rule."""
+    return request if request.budget is None else request.but(**runner.tuning.dial(request))
 
 
 def drafting(
@@ -400,6 +441,7 @@ def drafting(
         options=(*of_draft, *rule_options(rule, **parameters), coupling_option(coupling)),
         mixed=lambda request: MIXED,
         check=check,
+        resolve=by_budget,
         of_request=lambda request: rule_of(request).guarantee,
         uses=lambda request: {DRAFTS[request.draft].needs} - {None},
     )

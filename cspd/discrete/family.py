@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 import statistics
@@ -20,14 +21,25 @@ from cspd.discrete.drafts import DRAFTS, check_model, drafting, run_drafted_roun
 from cspd.discrete.gpt import GPT, Eagle, GPTConfig, VQModel
 from cspd.discrete.jacobi import jacobi, run_jacobi_round
 from cspd.discrete.registry import HFConfig
-from cspd.discrete.rules import MIXED
+from cspd.discrete.rules import DIALS, MIXED
 from cspd.discrete.runner import VQRunner
 from cspd.discrete.text import TextEncoder
+from cspd.discrete.zipar import ZIPAR
 from cspd.files import content_hash, keep, measured_before, measured_once, of_device, user_cache
 from cspd.graphs import Graphs
-from cspd.method import PLAIN, Choice, DraftChooser, DraftConfig, Method, choose_by_gain, is_enough, register_family
+from cspd.method import (
+    PLAIN,
+    Choice,
+    DraftChooser,
+    DraftConfig,
+    Method,
+    choose_by_gain,
+    find,
+    is_enough,
+    register_family,
+)
 from cspd.models import NO_NAMES, ClassNames
-from cspd.option import Option
+from cspd.option import BUDGET, Option
 from cspd.request import Request, Sequence, Stopwatch
 from cspd.terminal import Advance, counting, no_advance
 
@@ -278,12 +290,13 @@ SPECULATIVE = Method(
 # user's cache directory; the bundled models come with counts at their usual settings. All configurations generate the
 # images of `ar`: the choice decides only how long they take.
 
-SCHEMA = "cspd.vq-costs/1"
+SCHEMA, PRICES_SCHEMA = "cspd.vq-costs/1", "cspd.vq-prices/1"
 MOST_CODES = 6.0  # the largest plausible mean of tokens per round: the largest ever measured is 4.3
 LARGEST = 1e9
 REPEATS = 12  # how often a round is timed
 LONG = 0.1  # seconds; a round that takes longer is timed once
 IMAGES = 4  # images that are generated to count tokens per round
+PRICED = 8  # images that are generated to measure the price of a rule
 TEXT_STEP = 32  # prompts are timed at lengths that are multiples of this
 
 JACOBI: list[DraftConfig] = [{"draft": "jacobi", "window": window} for window in (4, 8, 16, 32, 64)]
@@ -363,11 +376,24 @@ def fastest(
     return choose_by_gain(by_name[best], gains[best], f"{at_once} {best}")
 
 
+@dataclass(frozen=True)
+class RulePrice:
+    """The measured price of a rule, nats per token, and its standard error; None if it is infinite."""
+
+    nats: float | None
+    error: float | None
+
+    def check(self) -> None:
+        """Raises ValueError unless both are numbers from 0 on, or both None."""
+        if (self.nats, self.error) != (None, None) and not (0 <= self.nats < LARGEST and 0 <= self.error < LARGEST):
+            raise ValueError(f"expected values in 0..{LARGEST:g}, got {self}")
+
+
 class Tuning(DraftChooser):
-    """Chooses draft configurations from measurements that are made on first use.
+    """Chooses draft configurations, and parameters of rules, from measurements that are made on first use.
 
     Args:
-        target, eagle, text_encoder: the models. device, precision, compiled, graphs: how they run.
+        target, eagle, text_encoder, draft, tokenizer: the models. device, precision, compiled, graphs: how they run.
         calibrations: a directory with counts of tokens per round, read before the user's cache directory.
     """
 
@@ -381,9 +407,12 @@ class Tuning(DraftChooser):
         graphs: bool,
         text_encoder: TextEncoder | None = None,
         calibrations: Path | None = None,
+        draft: GPT | None = None,
+        tokenizer: VQModel | None = None,
     ) -> None:
         super().__init__()
         self.target, self.eagle, self.text_encoder = target, eagle, text_encoder
+        self.draft, self.tokenizer = draft, tokenizer
         self.device, self.precision, self.compiled, self.graphs = device, precision, compiled, graphs
         self._calibrations = calibrations
         self._hashes: dict[str, str] = {}
@@ -457,6 +486,42 @@ class Tuning(DraftChooser):
                 tokens[name_of(config)] = count
         return tokens
 
+    def dial(self, request: Request) -> dict[str, object]:
+        """The most relaxed parameter of a request's rule with a price within its budget; or the exact rule.
+
+        Prices grow along the values of `DIALS`, so that few of them are measured.
+        """
+        name, values = DIALS[request.rule]
+
+        def is_beyond(value: float) -> bool:
+            nats = self.price(request.but(**{name: value})).nats
+            return nats is None or nats > request.budget
+
+        count = bisect.bisect_left(values, True, key=is_beyond) if request.budget else 0
+        return {name: values[count - 1]} if count else {"rule": "exact"}
+
+    def price(self, request: Request) -> RulePrice:
+        """The price of a request's rule with its parameters, on a few whole images at settings near the request's."""
+        request = on_grid(request)
+        method = find(str(request.method), "VQ")
+        models = ["target", *sorted(method.uses(request))]
+        key = {
+            "schema": PRICES_SCHEMA,
+            "precision": self.precision.policy,
+            "weights": [self._hash(model) for model in models],
+            "settings": {name: value for name, value in request.settings.items() if name != BUDGET.name},
+        }
+
+        def measure() -> RulePrice:
+            stats = [sequence.stats for sequence in whole_images(self._runner(PRICED), method, request)]
+            audits = [own.audit for own in stats]
+            if None in audits:
+                return RulePrice(None, None)
+            return RulePrice(statistics.mean(audits), statistics.stdev(audits) / len(audits) ** 0.5)
+
+        what = f"measuring the price of {request.rule} for this model, once"
+        return measured_once(RulePrice, key, measure, what, user_cache())
+
     def _key(self, request: Request, config: DraftConfig) -> dict:
         """Everything that tokens per round depend on. Rounding is left out, so that one count serves all devices."""
         # only the weights that the configuration uses, by content, so that a copied file counts as the same
@@ -471,7 +536,7 @@ class Tuning(DraftChooser):
 
     def _runner(self, num_slots: int) -> VQRunner:
         """A separate model runner for measurements. Raises ValueError if it does not fit into memory."""
-        needed = num_slots * bytes_per_slot(self.target, [self.eagle], self.precision)
+        needed = num_slots * bytes_per_slot(self.target, [self.eagle, self.draft], self.precision)
         free = free_bytes(self.device)
         if needed > free:
             raise ValueError(
@@ -484,7 +549,9 @@ class Tuning(DraftChooser):
             num_slots,
             self.device,
             self.precision,
+            draft=self.draft,
             eagle=self.eagle,
+            tokenizer=self.tokenizer,
             text_encoder=self.text_encoder,
             compiled=self.compiled,
             graphs=Graphs(self.device, self.graphs),
@@ -543,20 +610,27 @@ def tokens_per_round(runner: VQRunner, request: Request, advance: Advance = no_a
 
     `advance` is called with the number of newly committed tokens.
     """
+    sequences = whole_images(runner, SPECULATIVE, request, advance)
+    return statistics.mean(runner.seq_len / sequence.stats.backbone_calls for sequence in sequences)
+
+
+@torch.inference_mode()
+def whole_images(runner: VQRunner, method: Method, request: Request, advance: Advance = no_advance) -> list[Sequence]:
+    """Sequences of whole images in all slots, with different seeds and classes; `advance` as in `tokens_per_round`."""
     # every slot stays busy until its own image ends, so the last rounds have fewer sequences
-    sequences = _begun(runner, request)
+    sequences = _begun(runner, request, method)
     running = list(sequences)
     done = 0
     while running:
-        finished = set(run_round(runner, running, Stopwatch(runner.device)))
+        finished = set(method.run_round(runner, running, Stopwatch(runner.device)))
         running = [sequence for sequence in running if sequence not in finished]
         before = done
         done = sum(min(runner.seq_len, sequence.num_committed) for sequence in sequences)
         advance(done - before)
-    return statistics.mean(runner.seq_len / sequence.stats.backbone_calls for sequence in sequences)
+    return sequences
 
 
-def _begun(runner: VQRunner, request: Request) -> list[Sequence]:
+def _begun(runner: VQRunner, request: Request, method: Method = SPECULATIVE) -> list[Sequence]:
     """Starts a sequence of a resolved request in every slot."""
     runner.clear()
     sequences = []
@@ -564,7 +638,7 @@ def _begun(runner: VQRunner, request: Request) -> list[Sequence]:
         own = request.but(seed=slot, known=None)
         if runner.num_classes:  # classes differ between slots; a prompt is the same in all
             own = own.but(label=slot % runner.num_classes)
-        sequences.append(Sequence(own, slot=slot, key=SPECULATIVE.round_key(own), uses=SPECULATIVE.uses(own)))
+        sequences.append(Sequence(own, slot=slot, key=method.round_key(own), uses=method.uses(own)))
     runner.admit(sequences)
     return sequences
 
@@ -653,6 +727,8 @@ class VQModels:
             graphs is not None and graphs.enabled,
             self.text_encoder,
             cache or self.calibrations,
+            self.draft,
+            self.tokenizer,
         )
         return VQRunner(
             self.target,
@@ -689,12 +765,14 @@ class VQModels:
 
 
 def _named_by(request: Request) -> str | None:
-    """The method `sd` if a request names a draft, since it takes any draft."""
-    return "sd" if isinstance(request.draft, str) and request.draft in DRAFTS else None
+    """The method `sd` if a request names a draft, since it takes any draft; `cool-sd` if it has a budget only."""
+    if isinstance(request.draft, str) and request.draft in DRAFTS:
+        return SD.name
+    return None if request.budget is None else COOL_SD.name
 
 
 register_family(
     VQModels.family,
-    [AR, SPECULATIVE, SD, EAGLE, EAGLE2, UNIFORM_RSD, COOL_SD, LANTERN, LANTERN_PLUS, SJD, MC_SJD, SJD_PAC, GSD],
+    [AR, SPECULATIVE, SD, EAGLE, EAGLE2, UNIFORM_RSD, COOL_SD, LANTERN, LANTERN_PLUS, SJD, MC_SJD, SJD_PAC, GSD, ZIPAR],
     named_by=_named_by,
 )

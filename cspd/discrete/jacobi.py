@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from cspd.discrete.batch import MOST_NODES, Batch
-from cspd.discrete.drafts import Drafted, check_rule, commit, near_of, outcome, run
+from cspd.discrete.drafts import Drafted, by_budget, check_rule, commit, near_of, outcome, price, run
+from cspd.discrete.prices import Verification
 from cspd.discrete.rules import (
     MIXED,
     Rule,
@@ -230,7 +231,7 @@ def run_same_image(runner: VQRunner, batch: Batch) -> Tensor:
     commit(runner, batch, Drafted(shape, tokens, None), verified)
     _redraw(runner, batch, comb, P, drawn, verified.count)
     accepted = steps(shape.height, runner.device) < verified.count.unsqueeze(1)
-    return outcome(runner, verified.count, verified.bound, verified.tried, accepted)
+    return outcome(runner, verified.count, verified.bound, price(runner, batch, None), verified.tried, accepted)
 
 
 def _draft_same_image(runner: VQRunner, batch: Batch, comb: Comb) -> Tensor:
@@ -315,7 +316,7 @@ def _likeliest_siblings(left: Tensor, comb: Comb) -> Tensor:
 #
 # The window is a comb: siblings are children of the first path and have none of their own, since the paper's full
 # K-ary tree (84 nodes at K = 4, D = 3) does not fit into a window of 64. Guarantee: that of the rule, see
-# docs/bounds.md.
+# docs/exactness.md.
 
 
 def run_jacobi_round(runner: VQRunner, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
@@ -347,8 +348,13 @@ def _verify_and_redraw(runner: VQRunner, batch: Batch) -> Tensor:
     tokens = _redraw_path(rule, window, P, on_path, draws, request.continuation)
     slide(runner, batch, tokens, P, verdict.accepted, draws)
 
-    accepted = steps(comb.path, runner.device) < verdict.accepted.unsqueeze(1)
-    return outcome(runner, verdict.accepted, verdict.bound, verdict.tried, accepted)
+    level = steps(comb.path, runner.device)
+    beside = functional.pad(window.siblings, (0, 0, 0, comb.path - comb.depth), value=-1)
+    candidates = torch.cat([window.tokens.unsqueeze(-1), beside], -1)
+    depth = (level + 1).expand_as(window.tokens)
+    audit = price(runner, batch, Verification(P[:, : comb.path], window.Q, candidates, depth, verdict.tried))
+    accepted = level < verdict.accepted.unsqueeze(1)
+    return outcome(runner, verdict.accepted, verdict.bound, audit, verdict.tried, accepted)
 
 
 def _draft(runner: VQRunner, batch: Batch, comb: Comb, rule: Rule, draws: Draws) -> Window:
@@ -561,5 +567,6 @@ def jacobi(
         options=(*options, *rule_options(rule, **defaults), coupling_option(coupling)),
         mixed=lambda request: MIXED,
         check=check,
+        resolve=by_budget,
         of_request=lambda request: rule_of(request).guarantee,
     )

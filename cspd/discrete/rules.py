@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cspd.discrete.gpt import VQModel
-from cspd.option import VQ_OPTIONS, Option, check_integer
+from cspd.option import BUDGET, VQ_OPTIONS, Option, check_integer
 from cspd.request import Request
 from cspd.transformer import steps
 
@@ -382,7 +382,7 @@ def bound(P: Tensor, Q: Tensor, f: Tensor, G: Tensor | None = None) -> Tensor:
     Theorem 2.
 
     Without G it is sum [Q f - P]+: for G*, and for lantern's own G, which depends on the rejected token
-    (docs/bounds.md).
+    (docs/exactness.md).
     """
     committed = Q * f
     if G is not None:
@@ -498,6 +498,13 @@ PARAMETERS: dict[str, tuple[Option, ...]] = {  # of each rule
         ),
         OPTIMAL,
     ),
+}
+DIALS: dict[str, tuple[str, tuple[float, ...]]] = {  # the parameter that a budget chooses, and its values, of each rule
+    "uniform-rsd": ("delta", (1.01, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 3.0, 4.0)),
+    "cool-sd": ("delta", (1.01, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 3.0, 4.0)),
+    "lantern": ("delta", (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)),
+    "lantern++": ("lam", (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)),
+    "gsd": ("group", (2, 3, 5, 10, 14, 25, 50)),
 }
 RULE = Option("rule", PARAMETERS, "how drafted tokens are accepted", default="exact")
 DEFAULTS = {option.name: option.default for options in PARAMETERS.values() for option in options}
@@ -641,7 +648,7 @@ class Rule:
         """The local term [...] that verifying a candidate adds to the bound on the total variation, not capped at 1."""
         if self.guarantee != "bounded":
             return torch.zeros_like(P[..., 0])
-        # norm([P - Q]+) is biased where f < min(1, P / Q), although Q f <= P there (docs/bounds.md)
+        # norm([P - Q]+) is biased where f < min(1, P / Q), although Q f <= P there (docs/exactness.md)
         is_biased = self.name in ("cool-sd", "gsd") and not (self.optimal or self.greedy)
         G = residual(P, Q, 1.0) if is_biased else None
         return bound(self.target(P), Q, f, G)
@@ -760,7 +767,8 @@ def rule_options(rule: str = "exact", **defaults: object) -> tuple[Option, ...]:
             if option.fits(own):
                 option = option.but(default=own, implied=False)
             options.append(option.but(only_with=("rule", (name,))))
-    return tuple(options)
+    of_dials = f"{BUDGET.help}. Chooses delta, lam or group in their place"
+    return *options, BUDGET.but(help=of_dials, only_with=("rule", tuple(DIALS)))
 
 
 # Neighbours in the codebook, for rules that pool the probability of near codes.

@@ -213,6 +213,7 @@ class VQRunner:
     """
 
     family = "VQ"
+    in_raster_order = True
 
     def __init__(
         self,
@@ -366,7 +367,7 @@ class VQRunner:
         """The request with the given part of its image as tokens.
 
         Raises:
-            ValueError: these are not tokens of the model, or not the first ones; or as `with_tokens`.
+            ValueError: these are not tokens of the model; or as `with_tokens`.
         """
         request = with_tokens(request, self, (self.seq_len,))
         if request.known is None:
@@ -375,18 +376,6 @@ class VQRunner:
         vocabulary = self.config.vocab_size
         if tokens.is_floating_point() or not ((tokens >= 0) & (tokens < vocabulary)).all():
             raise ValueError(f"given tokens must be codes 0..{vocabulary - 1} of this model's tokenizer")
-
-        num_given = self._num_given(request)
-        first_generated = int(request.known.generated.argmax())
-        if first_generated < num_given:
-            num_rows = self.config.grid
-            rows = first_generated // num_rows
-            instead = f"the first {rows} of {num_rows} rows of tokens" if rows else "only rows at the top"
-            raise ValueError(
-                f"the mask keeps {num_given} of {self.seq_len} tokens, {num_given - first_generated} of them after one"
-                f" that is generated. VQ models generate in raster order and can keep only a prefix: keep {instead}, or"
-                " use a MAR model, which accepts any mask"
-            )
         return request
 
     def _num_given(self, request: Request) -> int:
@@ -649,7 +638,7 @@ class VQRunner:
             depth: int64 [N] or [B, N], positions of the tokens relative to `start`; by default 0, 1, ..., N - 1.
             seen: bool [N, M + 2] or [B, N, M + 2], the `seen_of` of which of the M inputs from `start` on each token
                 looks at; by default itself and the tokens before it.
-            columns: int64 [N], cache columns of the tokens relative to `start`; by default 0, 1, ..., N - 1.
+            columns: int64 [N] or [B, N], cache columns of the tokens relative to `start`; by default 0, 1, ..., N - 1.
             past: [branches, B, N, dim], for "eagle": the features before the tokens.
         """
         num_branches = batch.num_branches
@@ -666,6 +655,8 @@ class VQRunner:
             depth = per_branch(depth, num_branches)
         if seen is not None and seen.dim() == 3:
             seen = per_branch(seen, num_branches)
+        if columns is not None and columns.dim() == 2:
+            columns = per_branch(columns, num_branches)
         if past is not None:
             past = past.transpose(0, 1).flatten(0, 1)
 
@@ -737,7 +728,11 @@ class VQRunner:
         if count > 1:
             start = (start - (count - 1)).clamp(min=0)
         position = start.unsqueeze(1) + steps(count, self.device)
-        return self._inputs[batch.slot.unsqueeze(1), position], start
+        return self.inputs_at(batch, position), start
+
+    def inputs_at(self, batch: Batch, position: Tensor) -> Tensor:
+        """The tokens of the inputs at positions int64 [B, n], see `last`."""
+        return self._inputs[batch.slot.unsqueeze(1), position]
 
     def commit(self, batch: Batch, tokens: Tensor, token_cost: Tensor) -> None:
         """Writes tokens and their costs [B, n] after the committed ones; surplus ones are overwritten or ignored."""
@@ -745,6 +740,12 @@ class VQRunner:
         slot = batch.slot.unsqueeze(1)
         self.tokens[slot, position] = tokens
         self.token_cost[slot, position] = token_cost
+
+    def place(self, batch: Batch, position: Tensor, tokens: Tensor, where: Tensor) -> None:
+        """Writes tokens that the target sampled to positions int64 [B, n], if `where`, bool [B, n]."""
+        slot = batch.slot.unsqueeze(1)
+        self.tokens[slot, position] = torch.where(where, tokens, self.tokens[slot, position])
+        self.token_cost[slot, position] = 0
 
     def compact(self, batch: Batch, path: Tensor) -> None:
         """Moves keys and values of the last forward pass's nodes path[:, i], int64 [B, n], to the i-th column."""

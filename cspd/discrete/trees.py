@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cspd.discrete.batch import seen_of
+from cspd.discrete.prices import Verification
 from cspd.discrete.rules import TINY, Rule, point, sample, without
 from cspd.transformer import steps
 
@@ -436,6 +437,7 @@ class Verified(NamedTuple):
         last: int64 [B], the token after them.
         tried: bool [B, height], whether candidates of a depth were verified.
         bound: [B], the sum of the rule's local bounds.
+        verification: what a rule did; None if tokens are compared with the target's own.
     """
 
     count: Tensor
@@ -443,6 +445,7 @@ class Verified(NamedTuple):
     last: Tensor
     tried: Tensor
     bound: Tensor
+    verification: Verification | None = None
 
 
 def _path(shape: Shape, accepted: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
@@ -475,7 +478,7 @@ def follow(shape: Shape, tokens: Tensor, drawn: Tensor, room: Tensor) -> Verifie
     """The longest path from the root of tokens that equal the target's own samples (same-image coupling).
 
     Only these are committed, so that drafts decide how many forward passes an image takes and nothing else
-    (docs/bounds.md).
+    (docs/exactness.md).
 
     Args:
         tokens: int64 [B, N], siblings distinct; the root's is not read.
@@ -564,4 +567,5 @@ def walk(
     u_own = draws.own.gather(1, position)
     u = torch.where(rejected, u_rejected, u_own)
     last = sample(torch.where(rejected, residual, own), u.squeeze(1))
-    return Verified(count, path, last, _tried(shape, path, count, room), bound)
+    verification = Verification(P_inner, Q, candidates, depth + 1, tried)
+    return Verified(count, path, last, _tried(shape, path, count, room), bound, verification)

@@ -1,4 +1,4 @@
-"""Metrics of images: FID and others, CLIP, classifiers, references, intervals and tests."""
+"""Metrics of images: the networks that give their features, references, and the panel of scores."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import functools
 import hashlib
 import importlib.util
 import math
-import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist
+from typing import Any, NamedTuple
 from urllib.error import URLError
 
 import numpy as np
@@ -19,115 +18,36 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
-from torch_fidelity import (
-    KEY_METRIC_FID,
-    KEY_METRIC_ISC_MEAN,
-    KEY_METRIC_ISC_STD,
-    KEY_METRIC_KID_MEAN,
-    KEY_METRIC_PRECISION,
-    KEY_METRIC_RECALL,
-    calculate_metrics,
-    register_feature_extractor,
-)
+from torch_fidelity import register_feature_extractor
 from torch_fidelity.feature_extractor_base import FeatureExtractorBase
-from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
-from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
-from torch_fidelity.metric_isc import isc_features_to_metric
+from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, FeatureExtractorInceptionV3
 from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY
-from torch_fidelity.utils import create_feature_extractor, extract_featuresdict_from_input_id_cached
+from torch_fidelity.utils import create_feature_extractor
 from tqdm import tqdm
 
 from cspd.device import pick_device
-from cspd.evaluation.images import ImageFolder, ImageList, beginning, read_image, to_pixels
-from cspd.files import WEIGHTS, check_files, checked_json, weight_files
+from cspd.evaluation.images import ImageFolder, ImageList, NpzImages, beginning, has_images, images_in, read_image
+from cspd.evaluation.scores import (
+    Score,
+    around,
+    discrepancy,
+    frechet,
+    from_influence,
+    gaussian,
+    inception_score,
+    manifold,
+    parts_of,
+    polynomial,
+    statistics_of,
+    wilson,
+)
+from cspd.files import WEIGHTS, check_files, checked_json, digest_of, read_item, user_cache, weight_files, write_item
 from cspd.models import bundled, bundled_folder
 from cspd.request import to_pil
 from cspd.runs import file_fingerprint, together
 from cspd.terminal import choice, telling
 from mar.checkpoint import fill
 from mar.tensors import CheckpointError, read_tensors
-
-# 95 % intervals of values measured on few images, cut to the range of each value.
-
-NORMAL = NormalDist().inv_cdf(0.975)  # half of a 95 % interval, in standard errors
-RANGES = {
-    "fid": (0.0, math.inf),
-    "inception_score": (1.0, math.inf),
-    "clip_score": (0.0, 100.0),
-    "clip_difference": (-100.0, 100.0),
-    "bound": (0.0, 1.0),
-    "difference": (0.0, math.inf),
-    "audit": (0.0, math.inf),
-}
-
-
-def around(name: str, value: float, error: float) -> list[float]:
-    """The interval [low, high] of a value with a name in `RANGES`, from its standard error."""
-    low, high = RANGES[name]
-    half = NORMAL * error
-    return [min(max(end, low), high) for end in (value - half, value + half)]
-
-
-def wilson(fraction: float, num: int) -> list[float]:
-    """The interval [low, high] of a probability, from the fraction of `num` trials that succeeded.
-
-    Wilson, Probable Inference, the Law of Succession, and Statistical Inference (1927): all probabilities whose
-    distance from the fraction is at most `NORMAL` of their own standard errors. Unlike the normal interval, it keeps a
-    width if all of 8 trials succeed.
-    """
-    weight = NORMAL**2 / num
-    variance = fraction * (1 - fraction) * weight + (weight / 2) ** 2
-    centre = (fraction + weight / 2) / (1 + weight)
-    half = math.sqrt(variance) / (1 + weight)
-    # rounding must not exclude the fraction itself, which is an end of the interval at 0 and at 1
-    low = min(fraction, max(0.0, centre - half))
-    high = max(fraction, min(1.0, centre + half))
-    return [low, high]
-
-
-def half_of(interval: Sequence[float]) -> float:
-    """Half of the length of an interval."""
-    low, high = interval
-    return (high - low) / 2
-
-
-# A test of whether two samplers differ, without assumptions on their distributions.
-
-LEAST_PAIRS = 8  # fewer have too few permutations
-
-
-def energy_test(x: Tensor, y: Tensor, permutations: int = 999, seed: int = 0) -> float:
-    """p-value of the hypothesis that paired samples x, y [N, D] have one distribution.
-
-    A permutation test on the energy distance (Szekely & Rizzo 2013). Row i of x and of y have the same seed, so each
-    pair is swapped or not; p is uniform if swapping changes nothing. A small p says that the distributions differ; a
-    large p of few samples says little.
-
-    Raises:
-        ValueError: the samples' shapes differ, there are fewer than 8 pairs, or a value is not finite.
-    """
-    num = len(x)
-    size = permutations + 1, num
-    if x.shape != y.shape or num < LEAST_PAIRS:
-        shapes = f"{list(x.shape)} and {list(y.shape)}"
-        raise ValueError(f"samples of shapes {shapes}: give pairs of one size, {LEAST_PAIRS} or more")
-    pooled = torch.cat([x.flatten(1), y.flatten(1)]).double()
-    if not pooled.isfinite().all():
-        raise ValueError("samples have NaN or infinite values: leave them out")
-    distances = torch.cdist(pooled, pooled)
-
-    # each row of `labels` assigns +1 to the images that count as x, -1 to those of y; the first row swaps no pair
-    generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(0, 2, size, generator=generator) * 2.0 - 1
-    signs[0] = 1
-    labels = torch.cat([signs, -signs], dim=1).double()
-
-    # 2 E|x - y| - E|x - x'| - E|y - y'| is, up to a factor, this quadratic form in the labels
-    statistic = -((labels @ distances) * labels).sum(1)
-    rounding = 1e-12 * distances.sum()  # equal samples have p = 1 in any unit
-    as_large = (statistic >= statistic[0] - rounding).sum()
-    return (as_large / (permutations + 1)).item()
-
 
 # CLIP score: how well images match their prompts, by a CLIP model of transformers, from a local folder.
 #
@@ -201,6 +121,17 @@ class Clip:
             found.append(100 * cosine.clamp(min=0).cpu())
         return torch.cat(found)
 
+    @torch.inference_mode()
+    def features(self, images: Dataset) -> Tensor:
+        """The projected features, float32 [N, D] on the CPU, of images uint8 [3, H, W]."""
+        found = []
+        for start in range(0, len(images), BATCH):
+            part = [to_pil(images[i]) for i in range(start, min(start + BATCH, len(images)))]
+            pixels = self.processor(images=part, return_tensors="pt")["pixel_values"].to(self.device)
+            pooled = self.model.vision_model(pixel_values=pixels).pooler_output
+            found.append(self.model.visual_projection(pooled).cpu())
+        return torch.cat(found)
+
 
 def _check_files(folder: Path) -> None:
     """Raises as `Clip` if a folder lacks files, or has those of another model."""
@@ -221,6 +152,54 @@ def check_clip(folder: Path, device: torch.device | str, of_texts: bool) -> None
         raise ValueError(f"--clip {folder} compares images with prompts: give --prompts, or leave --clip out")
     image = ImageList([torch.zeros(3, 8, 8)])
     Clip(folder, device).scores(image, ["a text"])
+
+
+# FD-DINOv2: the Frechet distance of DINOv2's features (Stein et al., arXiv 2306.04675), from a local folder.
+
+DINOV2_SOURCE = "facebook/dinov2-large on the Hugging Face Hub has them"
+DINOV2_FILES = {"configuration": ("config.json",), "weights": WEIGHTS}
+
+
+def dinov2_features(images: Dataset, folder: Path, device: torch.device | str = "auto") -> Tensor:
+    """The class tokens of a DINOv2 model, float32 [N, D] on the CPU, of images as torch-fidelity scales them.
+
+    Raises:
+        CheckpointError: the folder lacks a file, or has another model. ValueError: a library is not installed.
+    """
+    check_files(folder, DINOV2_FILES, "DINOv2", DINOV2_SOURCE)
+    file = folder / "config.json"
+    if checked_json(file, {"model_type": str}, DINOV2_SOURCE, CheckpointError)["model_type"] != "dinov2":
+        raise CheckpointError(f"{file} belongs to another model than DINOv2: {DINOV2_SOURCE}")
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError("--dinov2 needs transformers, which is not installed: pip install 'cspd[text]'")
+    from torch_fidelity.feature_extractor_dinov2 import FeatureExtractorDinoV2
+    from transformers import Dinov2Model
+
+    device = pick_device(device)
+    try:
+        model = Dinov2Model.from_pretrained(folder, local_files_only=True).float().eval().to(device)
+    except Exception as error:  # a damaged file can fail anywhere in the readers
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{folder}: cannot be read as DINOv2 ({reason}): {DINOV2_SOURCE}") from error
+    # torch-fidelity's own constructor would download the weights
+    extractor = FeatureExtractorDinoV2.__new__(FeatureExtractorDinoV2)
+    FeatureExtractorBase.__init__(extractor, "dinov2-vit-l-14", ["dinov2"])
+    extractor.feature_extractor_internal_dtype = torch.float32
+    extractor.model = _Pooled(model)
+    weights = together([file_fingerprint(file) for file in weight_files(folder)])
+    (found,) = run_over(images, extractor, device, {"space": "dinov2", "weights": weights})
+    return found
+
+
+class _Pooled(nn.Module):
+    """Pixels [B, 3, H, W] to the pooled output [B, D] of a model of transformers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.model(pixel_values=pixels).pooler_output
 
 
 def mean_and_error(values: Tensor) -> tuple[float, float | None]:
@@ -386,19 +365,35 @@ class ClassifierExtractor(FeatureExtractorBase):
 
 def extractor_of(space: str) -> str:
     """The name of a space's extractor in torch-fidelity. Raises ValueError for an unknown space."""
-    if space == INCEPTION:
-        return "inception-v3-compat"
-    if space not in SPACES:
+    if space not in (*SPACES, INCEPTION):
         raise ValueError(f"space={space!r} is unknown: {choice(space, [*SPACES, INCEPTION])}")
     name = PREFIX + space
     if name not in FEATURE_EXTRACTORS_REGISTRY:
-        register_feature_extractor(name, ClassifierExtractor)
+        register_feature_extractor(name, InceptionExtractor if space == INCEPTION else ClassifierExtractor)
     return name
+
+
+class InceptionExtractor(FeatureExtractorInceptionV3):
+    """torch-fidelity's Inception-v3 with one more output, "spatial" [B, 2023], the last: ADM's features of sFID.
+
+    They are the first 7 channels of the 1x1 branch of the seventh mixed block, 17x17 positions, in ADM's order.
+    """
+
+    def __init__(self, name: str, features_list: list[str], **how: object) -> None:
+        super().__init__(name, [layer for layer in features_list if layer != "spatial"], **how)
+        self._spatial = torch.empty(0)
+        self.Mixed_6d.branch1x1.register_forward_hook(self._keep)
+
+    def _keep(self, module: nn.Module, inputs: object, output: Tensor) -> None:
+        self._spatial = output[:, :7].permute(0, 2, 3, 1).flatten(1).float()
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        return *super().forward(images), self._spatial
 
 
 # The reference that images are compared with: statistics of features, images, or both.
 
-PARTS = ("mu", "sigma", "arr_0")
+STATISTICS = ("mu", "sigma", "mu_s", "sigma_s")  # in a reference's file, as ADM names them
 
 
 @dataclass(frozen=True)
@@ -409,13 +404,15 @@ class Reference:
         name: of the file or folder.
         fingerprint: its sha256; for a folder, of all names and contents.
         statistics: "mu" [D] and "sigma" [D, D] of features, float64; None: to be computed from the images.
-        images: for KID, precision and recall; None: the reference has statistics only.
+        images: for KID, precision and others; None: the reference has statistics only.
+        spatial: "mu" and "sigma" of ADM's spatial features, for sFID.
     """
 
     name: str
     fingerprint: str
     statistics: dict[str, np.ndarray] | None = None
     images: Dataset | None = None
+    spatial: dict[str, np.ndarray] | None = None
 
 
 def reference_for(space: str, given: Path | None) -> Reference | None:
@@ -440,18 +437,19 @@ def load_reference(path: Path) -> Reference:
     if path.is_dir():
         return _folder_as_reference(path)
     arrays = _read_npz(path)
-    statistics = images = None
+    statistics = spatial = images = None
     try:
         if "mu" in arrays and "sigma" in arrays:
             statistics = to_statistics(arrays["mu"], arrays["sigma"])
-        if "arr_0" in arrays:
-            pixels = torch.from_numpy(to_pixels(arrays["arr_0"]))
-            images = ImageList(pixels.permute(0, 3, 1, 2))
+        if "mu_s" in arrays and "sigma_s" in arrays:
+            spatial = to_statistics(arrays["mu_s"], arrays["sigma_s"])
+        if has_images(path):
+            images = NpzImages(path)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     if statistics is None and images is None:
         raise ValueError(f"{path} has neither mu and sigma nor images (arr_0): give an .npz such as ADM's, or a folder")
-    return Reference(path.name, file_fingerprint(path), statistics, images)
+    return Reference(path.name, file_fingerprint(path), statistics, images, spatial)
 
 
 def _folder_as_reference(path: Path) -> Reference:
@@ -465,12 +463,12 @@ def _folder_as_reference(path: Path) -> Reference:
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a reference's file, by name."""
+    """The statistics in a reference's file, by name."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder: give an .npz such as ADM's, or a folder of images")
     try:
         with np.load(path) as file:
-            return {name: file[name] for name in PARTS if name in file.files}
+            return {name: file[name] for name in STATISTICS if name in file.files}
     except Exception as error:  # a damaged file can fail anywhere in the readers
         raise ValueError(f"{path} cannot be read as .npz ({error}): it begins with {beginning(path)}") from error
 
@@ -489,56 +487,64 @@ def to_statistics(mu: np.ndarray, sigma: np.ndarray) -> dict[str, np.ndarray]:
     return {"mu": mu, "sigma": sigma}
 
 
-# The quality of images: FID, Inception score, KID, precision and recall, by torch-fidelity, in several feature spaces.
+# The panel: FID and sFID, Inception score, KID, precision and recall, density and coverage, CMMD and FD-DINOv2.
 #
-# "inception" is torch-fidelity's Inception-v3, for ImageNet. The others, such as "digits", are those of the bundled
-# models' classifiers, `SPACES`.
+# The networks are torch-fidelity's and transformers', and the formulas those of `cspd.evaluation.scores`, which are
+# ADM's evaluator's for the scores that it has. "inception" is the space of Inception-v3, for ImageNet. The others, such
+# as "digits", are those of the bundled models' classifiers, `SPACES`.
 
-# the fewest images: two in each of the Inception score's ten parts; a covariance; a neighbourhood of 3
-LEAST = {"inception_score": 20, "fid": 2, "kid": 2, "precision": 4, "recall": 4}
-OF_IMAGES = ("kid", "precision", "recall")  # metrics that need the images of the reference
-KEYS = {
-    "fid": KEY_METRIC_FID,
-    "inception_score": KEY_METRIC_ISC_MEAN,
-    "inception_score_std": KEY_METRIC_ISC_STD,
-    "kid": KEY_METRIC_KID_MEAN,
-    "precision": KEY_METRIC_PRECISION,
-    "recall": KEY_METRIC_RECALL,
+# the fewest images, of either side: a covariance; a neighbourhood of 3 or 5
+LEAST = {
+    "fid": 2,
+    "sfid": 2,
+    "fd_dinov2": 2,
+    "inception_score": 2,
+    "kid": 2,
+    "cmmd": 2,
+    "precision": 4,
+    "recall": 4,
+    "density": 6,
+    "coverage": 6,
 }
+PANEL = (*LEAST, "accuracy")
+OF_IMAGES = ("kid", "cmmd", "fd_dinov2", "precision", "recall", "density", "coverage")  # need the reference's images
+OF_FEATURES = ("fid", "inception_score", "accuracy")  # need only features, logits and the reference's statistics
 REASON = 160  # characters of PyTorch's reasons, which can fill pages
-KID_SUBSET = 1000  # torch-fidelity's default; all images if there are fewer
+CHUNK = 64  # images at once
+WORTH_KNOWING = 0.05  # a change of a score that one wants to see
 
 
-def _options(images: Dataset | Path, space: str, weights: Path | None, device: torch.device | str) -> dict:
-    """torch-fidelity's options for images, the feature extractor, and a cache of features."""
-    return {
-        "input1": images if isinstance(images, Dataset) else ImageFolder(Path(images)),
-        "input1_cache_name": "images",
-        "feature_extractor": extractor_of(space),
-        "feature_extractor_weights_path": None if weights is None else str(weights),
-        "cuda": pick_device(device).type == "cuda",
-        "save_cpu_ram": True,  # no worker processes, and the distances of 50,000 images, 20 GB, in parts
-        "verbose": False,
-    }
+class Extracted(NamedTuple):
+    """What a space's network gives for N images, float32 on the CPU.
+
+    Attributes:
+        features: [N, D], 128 of a classifier, 2,048 of Inception. logits: [N, C].
+        spatial: [N, 2023], ADM's features of sFID; None for a classifier.
+    """
+
+    features: Tensor
+    logits: Tensor
+    spatial: Tensor | None = None
 
 
-def _current(device: torch.device | str) -> contextlib.AbstractContextManager:
-    """Makes a GPU the current one, which torch-fidelity uses."""
+def extract(
+    images: Dataset | Path, *, space: str, weights: Path | None = None, device: torch.device | str = "auto"
+) -> Extracted:
+    """What a space's network gives for images: a data set of uint8 [3, H, W], or a folder or an .npz of images.
+
+    Raises:
+        ValueError: as in `scores_of`.
+    """
+    name = extractor_of(space)
+    layers = ["2048", "logits_unbiased", "spatial"] if space == INCEPTION else ["features", "logits"]
     device = pick_device(device)
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def _extract(options: dict) -> tuple[Tensor, Tensor]:
-    """Features [N, D] and logits [N, C] of the images; written to `cache_root`, if given, for `calculate_metrics`."""
-    name, weights = options["feature_extractor"], options["feature_extractor_weights_path"]
-    provided = FEATURE_EXTRACTORS_REGISTRY[name]
-    layers = [provided.get_default_feature_layer_for_metric(metric) for metric in ("fid", "isc")]
-    others = dict(options)
-    del others["feature_extractor"]
     try:
         if weights is not None:
             read_tensors(Path(weights))  # torch-fidelity's own loading would run code in the file
-        extractor = create_feature_extractor(name, layers, **others)
+        path = None if weights is None else str(weights)
+        extractor = create_feature_extractor(
+            name, layers, cuda=False, feature_extractor_weights_path=path, verbose=False
+        )
     except CheckpointError as error:
         raise ValueError(f"{error}; torch-fidelity's file of Inception-v3 is {URL_INCEPTION_V3}") from error
     except URLError as error:
@@ -550,28 +556,60 @@ def _extract(options: dict) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"{weights} lacks torch-fidelity's weights of Inception-v3 ({reason}): take {URL_INCEPTION_V3}"
         ) from error
-    found = extract_featuresdict_from_input_id_cached(1, extractor, cache="cache_root" in options, **others)
-    values = tuple(found[layer] for layer in layers)
-    if not all(value.isfinite().all() for value in values):
+    about = None  # a classifier is quick
+    if space == INCEPTION:
+        about = {"space": space, "weights": file_fingerprint(Path(weights)) if weights else URL_INCEPTION_V3}
+    found = Extracted(*run_over(images, extractor.to(device), device, about))
+    if not all(value.isfinite().all() for value in found if value is not None):
         raise ValueError(f"{weights or name} gives features that are not finite: fetch these weights again")
-    return values
+    return found
 
 
-def extract(
-    images: Dataset | Path, *, space: str, weights: Path | None = None, device: torch.device | str = "auto"
-) -> tuple[Tensor, Tensor]:
-    """Features [N, D] (128 of a classifier, 2,048 of Inception) and logits [N, C] of images, float32 on the CPU.
+@torch.inference_mode()
+def run_over(
+    images: Dataset | Path,
+    network: Callable[[Tensor], tuple[Tensor, ...]],
+    device: torch.device,
+    about: Mapping[str, str] | None = None,
+) -> tuple[Tensor, ...]:
+    """The outputs of a network on the CPU. Only `CHUNK` images are in memory at once.
 
-    Raises:
-        ValueError: as in `measure`.
+    Args:
+        about: what the outputs depend on besides the pixels. With it, the outputs of each chunk are kept in the user's
+            cache folder until all are there: an interrupted run resumes.
     """
-    with _current(device):
-        return _extract(_options(images, space, weights, device))
+    if not isinstance(images, Dataset):
+        images = images_in(Path(images))
+    kept = []
+    outputs = []
+    for start in range(0, len(images), CHUNK):
+        batch = torch.stack([images[i] for i in range(start, min(start + CHUNK, len(images)))])
+        path = None
+        if about is not None and len(images) > CHUNK:
+            path = user_cache() / "features" / f"{digest_of({'pixels': batch.numpy()}, about)}.npz"
+            kept.append(path)
+        outputs.append(_outputs(batch.to(device), network, path))
+    for path in kept:
+        path.unlink(missing_ok=True)
+    return tuple(map(torch.cat, zip(*outputs)))
 
 
-def features(images: Dataset | Path, **how: object) -> Tensor:
+def _outputs(batch: Tensor, network: Callable[[Tensor], tuple[Tensor, ...]], path: Path | None) -> tuple[Tensor, ...]:
+    """The outputs of a network for a batch, on the CPU: from a file, or computed and written to it."""
+    found = None if path is None else read_item(path, {}, {})
+    if found is not None:
+        return tuple(torch.from_numpy(found[name]) for name in sorted(found))
+    outputs = tuple(value.cpu() for value in network(batch))
+    if path is not None:
+        with contextlib.suppress(OSError):  # the folder may be read-only: an interrupted run begins again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_item(path, {str(i): value.numpy() for i, value in enumerate(outputs)}, {})
+    return outputs
+
+
+def features(images: Dataset | Path, **how: Any) -> Tensor:
     """The features of `extract`, with its arguments."""
-    return extract(images, **how)[0]
+    return extract(images, **how).features
 
 
 def check(
@@ -581,17 +619,23 @@ def check(
     space: str,
     weights: Path | None = None,
     reference: Reference | None = None,
+    clip: Path | None = None,
+    dinov2: Path | None = None,
     device: torch.device | str = "auto",
 ) -> None:
-    """Raises the errors of `measure` for images of this size, by default square, before sampling."""
+    """Raises the errors of `scores_of` for images of this size, by default square, before sampling."""
     blank = ImageList([torch.zeros(3, height, width or height)])
     # a black image meets the same errors as the real ones: wrong sizes, weights, reference
-    extracted = features(blank, space=space, weights=weights, device=device)
+    extracted = extract(blank, space=space, weights=weights, device=device)
     if reference is not None:
         _check_reference(reference, blank, extracted, space)
+    if clip is not None:
+        Clip(clip, device).features(blank)
+    if dinov2 is not None:
+        dinov2_features(blank, dinov2, device)
 
 
-def _check_reference(reference: Reference, images: Dataset, features: Tensor, space: str) -> None:
+def _check_reference(reference: Reference, images: Dataset, extracted: Extracted, space: str) -> None:
     """Raises ValueError if a reference has images of another size, or statistics of another number of features."""
     if reference.images is not None:
         _, height, width = reference.images[0].shape
@@ -601,8 +645,11 @@ def _check_reference(reference: Reference, images: Dataset, features: Tensor, sp
                 f"{reference.name} has images of {width}x{height} pixels, and the measured images have"
                 f" {own_width}x{own_height}: give a reference of their size, since scaling changes the features"
             )
-    if reference.statistics is not None:
-        given = len(reference.statistics["mu"])
+    pairs = ((reference.statistics, extracted.features), (reference.spatial, extracted.spatial))
+    for statistics, features in pairs:
+        if statistics is None or features is None:
+            continue
+        given = len(statistics["mu"])
         expected = features.shape[1]
         if given != expected:
             raise ValueError(
@@ -611,27 +658,47 @@ def _check_reference(reference: Reference, images: Dataset, features: Tensor, sp
             )
 
 
-def _missing(space: str, num: int, reference: Reference | None, labels: Sequence[int] | None) -> dict[str, str]:
-    """The reason for each missing metric, by name."""
+def _missing(
+    space: str,
+    num: int,
+    reference: Reference | None,
+    labels: Sequence[int] | None,
+    clip: Path | None,
+    dinov2: Path | None,
+) -> dict[str, str]:
+    """The reason for each missing score, by name."""
     missing = {}
+    of_reference = ("fid", "sfid", *OF_IMAGES)
     for name, least in LEAST.items():
         if num < least:
             missing[name] = f"{num} images: {least} are needed"
     if reference is None:
-        missing |= dict.fromkeys(("fid", *OF_IMAGES), "there is no reference")
+        missing |= dict.fromkeys(of_reference, "there is no reference")
     elif reference.images is None:
         missing |= dict.fromkeys(OF_IMAGES, f"{reference.name} has statistics, no images")
+        if reference.spatial is None:
+            missing["sfid"] = f"{reference.name} has neither images nor mu_s and sigma_s"
     else:
         count = len(reference.images)
-        names = OF_IMAGES if reference.statistics else ("fid", *OF_IMAGES)
+        names = set(OF_IMAGES)
+        names |= set() if reference.statistics else {"fid"}
+        names |= set() if reference.spatial else {"sfid"}
         for name in names:
             if count < LEAST[name]:
                 missing[name] = f"{reference.name} has {count} images: {LEAST[name]} are needed"
-    if space not in SPACES:
-        missing["accuracy"] = "only bundled models' images have a classifier"
-    elif labels is None:
-        missing["accuracy"] = "the images' classes are not known"
+    if space in SPACES:
+        missing["sfid"] = "only Inception has spatial features"
+        if dinov2 is None:
+            missing["fd_dinov2"] = f"FID is the Frechet distance of the {space} classifier in its place"
     else:
+        missing["accuracy"] = "only bundled models' images have a classifier"
+        if clip is None:
+            missing["cmmd"] = f"no CLIP model was given: give --clip FOLDER with its files; {SOURCE}"
+        if dinov2 is None:
+            missing["fd_dinov2"] = f"no DINOv2 was given: give --dinov2 FOLDER with its files; {DINOV2_SOURCE}"
+    if space in SPACES and labels is None:
+        missing["accuracy"] = "the images' classes are not known"
+    elif space in SPACES:
         classes = SPACES[space].sizes.classes
         if not all(0 <= label < classes for label in labels):
             missing["accuracy"] = (
@@ -640,89 +707,152 @@ def _missing(space: str, num: int, reference: Reference | None, labels: Sequence
     return missing
 
 
-def measure(
+def scores_of(
     images: Dataset | Path,
     *,
     space: str,
     weights: Path | None = None,
     reference: Reference | None = None,
     labels: Sequence[int] | None = None,
+    cycle: int = 1,
+    clip: Path | None = None,
+    dinov2: Path | None = None,
     device: torch.device | str = "auto",
-    extracted: tuple[Tensor, Tensor] | None = None,
-) -> dict:
-    """Measures images with torch-fidelity's defaults (10 parts, KID of 100 subsets of at most 1,000, k = 3).
+    extracted: Extracted | None = None,
+) -> tuple[dict[str, Score], dict[str, str]]:
+    """The scores in `PANEL` that images have, and the reasons for missing ones, by name.
 
     Args:
-        images: a data set of uint8 [3, H, W], such as `ImageList`, or a folder of PNGs.
+        images: a data set of uint8 [3, H, W], such as `ImageList`, or a folder of PNGs, or an .npz in ADM's layout.
         space: "inception", or a name in `SPACES`: "digits" (32x32 images), "emoji" (64x64).
         weights: torch-fidelity's file of Inception-v3; by default torch-fidelity downloads it.
-        labels: the images' classes, for "accuracy".
+        labels: the images' classes, for "accuracy". cycle: image i has class i modulo `cycle`; 1 if it has not.
+        clip, dinov2: the folders of a CLIP model, for CMMD, and of a DINOv2 model. Without CLIP, the CMMD of bundled
+            models' images is by their classifier.
         device: where features are extracted, "auto", "cpu", "cuda" or "cuda:N".
-        extracted: the result of `extract` for these images. KID, precision and recall extract features once more.
-
-    Returns:
-        "num"; "fid", "inception_score", "inception_score_std", "kid", "precision", "recall" and "accuracy" (fraction
-        recognised as their labels), each a float or None; "accuracy_ci95", its interval; "missing", the reasons for
-        None, by name.
+        extracted: the result of `extract` for these images.
 
     Raises:
         ValueError: images or statistics of another size than the space's, or missing weights.
     """
-    options = _options(images, space, weights, device)
-    images = options["input1"]
+    images = images if isinstance(images, Dataset) else images_in(Path(images))
     if labels is not None and len(labels) != len(images):
         raise ValueError(f"{len(images)} images and {len(labels)} labels: give one label for each image")
-    missing = _missing(space, len(images), reference, labels)
-    # torch-fidelity measures these on the images of both sides; the others need only features, logits and statistics
-    by_images = {
-        "kid": "kid" not in missing,
-        "prc": "precision" not in missing,
-        "fid": "fid" not in missing and reference.statistics is None,
-    }
-    if reference and reference.images:
-        options["input2"] = reference.images
-        options["kid_subset_size"] = min(KID_SUBSET, len(images), len(reference.images))
-    with tempfile.TemporaryDirectory() as folder, _current(device):
-        options["cache_root"] = folder
-        features, logits = extracted or _extract(options)
-        if reference is not None:
-            _check_reference(reference, images, features, space)
-        measured = calculate_metrics(**options, **by_images) if any(by_images.values()) else {}
+    missing = _missing(space, len(images), reference, labels, clip, dinov2)
+    how = {"space": space, "weights": weights, "device": device}
+    extracted = extracted or extract(images, **how)
+    if reference is not None:
+        _check_reference(reference, images, extracted, space)
+    part = parts_of(len(images), cycle)
+    theirs = _of_reference(reference, missing, how)
+    scores = of_features(extracted, set(PANEL) - set(missing), reference, labels, part, theirs)
+    if theirs is not None:
+        scores |= _of_networks(images, reference, extracted, theirs, missing, clip, dinov2, device, part)
+    return scores, missing
 
-    values = {name: measured.get(key) for name, key in KEYS.items()}
-    names = {"inception_score", "fid"} - set(missing)
-    if by_images["fid"]:
-        names.discard("fid")
-    values |= of_features(features, logits, names, reference)
-    values["accuracy"] = interval = None
-    if "accuracy" not in missing:
-        recognised = logits.argmax(1) == torch.tensor(labels)
-        values["accuracy"] = recognised.float().mean().item()
-        interval = wilson(values["accuracy"], len(images))
-    for name, value in values.items():
-        if value is not None and not math.isfinite(value):
-            values[name] = None
-            missing[name] = f"its value is {value}"
-    return {"num": len(images), **values, "accuracy_ci95": interval, "missing": missing}
+
+def measure(images: Dataset | Path, **how: Any) -> dict:
+    """The scores of images as plain values; arguments and errors as of `scores_of`.
+
+    Returns:
+        "num"; the scores in `PANEL`, each a float or None; for each "NAME_ci95", its 95 % interval;
+        "NAME_resolution", the smallest difference that two sets of so many images can show at 95 %; "NAME_needed", the
+        images with which that is 5 % of the score; "missing", the reasons for None, by name.
+    """
+    images = images if isinstance(images, Dataset) else images_in(Path(images))
+    scores, missing = scores_of(images, **how)
+    return {"num": len(images), **told(scores, len(images)), "missing": missing}
+
+
+def _of_reference(reference: Reference | None, missing: Mapping[str, str], how: dict) -> Extracted | None:
+    """The features of the reference's images, or None if no score needs them."""
+    if reference is None or reference.images is None:
+        return None
+    needed = set(OF_IMAGES) - {"cmmd", "fd_dinov2"}
+    needed |= set() if reference.statistics else {"fid"}
+    needed |= set() if reference.spatial else {"sfid"}
+    return extract(reference.images, **how) if needed - set(missing) else None
+
+
+def _of_networks(
+    images: Dataset,
+    reference: Reference,
+    extracted: Extracted,
+    theirs: Extracted,
+    missing: Mapping[str, str],
+    clip: Path | None,
+    dinov2: Path | None,
+    device: torch.device | str,
+    part: Tensor | None,
+) -> dict[str, Score]:
+    """CMMD and FD-DINOv2, which have networks of their own, unless they are missing."""
+    scores = {}
+    if "cmmd" not in missing:
+        sides = extracted.features, theirs.features
+        if clip is not None:
+            model = Clip(clip, device)
+            sides = model.features(images), model.features(reference.images)
+        scores["cmmd"] = discrepancy(*sides, gaussian, part)
+    if "fd_dinov2" not in missing:
+        ours, of_reference = (dinov2_features(each, dinov2, device) for each in (images, reference.images))
+        scores["fd_dinov2"] = frechet(ours, statistics_of(of_reference), part)
+    return scores
+
+
+def of_features(
+    extracted: Extracted,
+    names: Collection[str],
+    reference: Reference | None,
+    labels: Sequence[int] | None,
+    part: Tensor | None,
+    theirs: Extracted | None = None,
+) -> dict[str, Score]:
+    """The scores in `names` that need no other network, by name.
+
+    Args:
+        part: of each image, see `parts_of`. theirs: of the reference's images; without it, the scores in `OF_FEATURES`.
+    """
+    scores = {}
+    ours, logits, spatial = extracted
+    if "fid" in names:
+        scores["fid"] = frechet(ours, reference.statistics or statistics_of(theirs.features), part)
+    if "sfid" in names:
+        scores["sfid"] = frechet(spatial, reference.spatial or statistics_of(theirs.spatial), part)
+    if "inception_score" in names:
+        scores["inception_score"] = inception_score(logits, part)
+    if "accuracy" in names:
+        recognised = (logits.argmax(1) == torch.tensor(labels)).double()
+        scores["accuracy"] = from_influence(recognised.mean().item(), recognised, part)
+    if theirs is not None:
+        if "kid" in names:
+            scores["kid"] = discrepancy(ours, theirs.features, polynomial, part)
+        by_neighbours = {"precision", "recall", "density", "coverage"} & set(names)
+        if by_neighbours:
+            found = manifold(ours, theirs.features, part)._asdict()
+            scores |= {name: found[name] for name in by_neighbours}
+    return scores
+
+
+def told(scores: Mapping[str, Score], num: int) -> dict[str, Any]:
+    """The scores of `num` images as plain values, see `measure`; None for those of `PANEL` that are not there."""
+    values: dict[str, Any] = {}
+    for name in PANEL:
+        values |= dict.fromkeys((name, f"{name}_ci95", f"{name}_resolution", f"{name}_needed"))
+        score = scores.get(name)
+        if score is None:
+            continue
+        values[name] = score.value
+        if score.error is not None:
+            values[f"{name}_ci95"] = around(name, score.value, score.error)
+            values[f"{name}_resolution"] = score.resolution
+            wanted = WORTH_KNOWING * abs(score.value)
+            if wanted > 0:  # the error falls with the root of the number of images
+                values[f"{name}_needed"] = math.ceil(num * (score.resolution / wanted) ** 2)
+    if values["accuracy"] is not None:
+        values["accuracy_ci95"] = wilson(values["accuracy"], num)
+    return values
 
 
 def unmeasured(num: int, reason: str) -> dict:
     """The result of `measure` if nothing is measured, with the reason."""
-    values = dict.fromkeys([*KEYS, "accuracy", "accuracy_ci95"])
-    return {"num": num, **values, "missing": dict.fromkeys([*KEYS, "accuracy"], reason)}
-
-
-def of_features(features: Tensor, logits: Tensor, names: Collection[str], reference: Reference | None) -> dict:
-    """The metrics in `names` that need only features and logits.
-
-    These are "fid", against a reference's statistics, and "inception_score", with "inception_score_std".
-    """
-    measured = {}
-    # torch-fidelity's own formulas, on features that were extracted once
-    if "inception_score" in names:
-        measured |= isc_features_to_metric(logits)
-    if "fid" in names:
-        own = fid_features_to_statistics(features)
-        own = to_statistics(own["mu"], own["sigma"])
-        measured |= fid_statistics_to_metric(own, reference.statistics, verbose=False)
-    return {name: measured[key] for name, key in KEYS.items() if key in measured}
+    return {"num": num, **told({}, num), "missing": dict.fromkeys(PANEL, reason)}

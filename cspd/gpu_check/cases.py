@@ -27,7 +27,7 @@ from cspd.device import POLICIES, Precision, describe, free_bytes, peak_bytes, r
 from cspd.discrete.family import VQModels
 from cspd.discrete.gpt import GPT, Eagle
 from cspd.engine import Engine
-from cspd.evaluation.metrics import energy_test
+from cspd.evaluation.scores import energy_test
 from cspd.gpu_check.measure import (
     SHARES,
     Timing,
@@ -487,7 +487,7 @@ def _two_samples(settings: Settings, family: str, name: str, common: dict, own: 
 
 # The times of MAR at its official sizes, with random weights and the acceptance of the bundled models.
 
-ACCEPTANCE = 0.31  # of the tokens that the bundled draft model drafts, by `cspd` at gamma = 8: docs/benchmarks.md
+ACCEPTANCE = 0.31  # of the tokens that the bundled draft model drafts, by `cspd` at gamma = 8: docs/results.md
 NUMBER_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2}  # in matrix products
 
 
@@ -607,7 +607,7 @@ def published_timing(engine: Engine, request: Request, begins: np.ndarray) -> Ti
 
 # The times of LlamaGen at its official sizes, with random weights and the acceptance of the bundled models.
 
-# tokens that a round of the bundled models commits: docs/benchmarks.md
+# tokens that a round of the bundled models commits: docs/results.md
 PER_ROUND = {"ar": None, "sd": 2.75, "sjd-pac": 4.25, "eagle2": 3.3}
 VQ_PRECISION = "bf16"
 

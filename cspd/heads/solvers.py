@@ -104,15 +104,16 @@ def by_length(
     for num_steps, count in zip(unique_lengths.tolist(), counts.tolist()):
         own, own_z = rows.stretch(first, count), z[:, first : first + count].contiguous()
         first += count
-        head_calls[np.unique(own.owner)] += num_steps
         part = denoise_ancestral(runner, model, own, own_z, index=index, densities=densities, num_steps=num_steps)
+        head_calls[np.unique(own.owner)] += part.head_calls
         parts.append(part)
+    calls = np.concatenate([part.calls for part in parts])[np.argsort(shortest_first)]
     back = order.argsort()
 
     def joined(name: str) -> Tensor:
         return torch.cat([getattr(part, name) for part in parts])[back]
 
-    made = Denoised(joined("tokens"), lengths, head_calls, evaluations=lengths * len(z))
+    made = Denoised(joined("tokens"), calls, head_calls, evaluations=calls * len(z))
     if densities:
         made = dataclasses.replace(made, log_sigma=joined("log_sigma"), log_sigma_last=joined("log_sigma_last"))
     return made

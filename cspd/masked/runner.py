@@ -87,6 +87,7 @@ class MARRunner:
     """
 
     family = "MAR"
+    in_raster_order = False
 
     def __init__(
         self,

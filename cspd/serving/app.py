@@ -165,7 +165,7 @@ def _model(engine: Engine, name: str) -> dict:
         "options": [_option(option, getattr(usual, option.name)) for option in COMMON[family]],
         "methods": [_method(each) for each in METHODS if each.family == family and _has(engine, runner, each)],
         "default": DEFAULTS[family],
-        "rows": family == "VQ",
+        "rows": runner.in_raster_order,
     }
 
 

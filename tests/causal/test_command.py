@@ -36,6 +36,20 @@ def test_sample_from_a_folder(method, folder, tmp_path):
     assert Image.open(image).size == (side, side)
 
 
+@pytest.mark.parametrize("part, code", [(["--mask", "lower.png"], 0), (["--keep", "0.5"], 2)])
+def test_edit_keeps_the_first_rows(part, code, folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    side = CausalGolden("sphere").model.config.img_size
+    Image.new("RGB", (side, side), "red").save("in.png")
+    lower = Image.new("L", (side, side), 0)
+    lower.paste(255, (0, side // 2, side, side))
+    lower.save("lower.png")
+    given = ["--checkpoint", str(folder), "--method", "ar", "--label", "3", "--device", "cpu", "--image", "in.png"]
+    assert main(["edit", *given, *part, "--num-sampling-steps", "4", "--out", "out"]) == code
+    printed = capsys.readouterr()
+    assert "8 of 16 tokens" in (printed.err if code else printed.out)
+
+
 def test_calibrate(folder, capsys):
     given = ["calibrate", "--checkpoint", str(folder), "--device", "cpu"]
     assert main([*given, "--method", "calibrated", "--head-calls", "4"]) == 0

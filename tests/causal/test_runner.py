@@ -19,6 +19,7 @@ METHODS = {
     "speculative": {"window": 4, "draft": "frozen"},
     "speculative by block": {"window": 4, "draft": "frozen", "verification": "block"},
     "calibrated": {"head_calls": 6},
+    "disa": {"upper": 8, "lower": 4},
     "euler": {"head_calls": 5},
     "heun": {"head_calls": 5},
 }
@@ -115,6 +116,13 @@ def test_without_a_window_speculative_is_ar(engine):
         assert torch.equal(plain.tokens, none.tokens)
 
 
+def test_disa_shortens_the_chains_of_later_tokens(engine, golden):
+    """Each ends in one more call, for the step without noise."""
+    (output,) = engine.generate([request_of(RAGGED[3], method="disa", upper=10, lower=4, anneal="linear")])
+    last = golden.model.config.seq_len - 1
+    assert output.token_cost.tolist() == [5 + (last - token) * 6 // last for token in range(last + 1)]
+
+
 def test_bfloat16_changes_the_first_tokens_little(engine, golden):
     """Later ones depend on earlier ones, and random weights amplify the difference."""
     half = Engine(CausalModels(golden.model), max_batch=2, device="cpu", precision="bf16")
@@ -125,10 +133,41 @@ def test_bfloat16_changes_the_first_tokens_little(engine, golden):
         assert close.float().mean() > 0.8 and not torch.equal(full.tokens, rounded.tokens)
 
 
-def test_a_part_of_an_image_is_refused(engine, golden):
+@pytest.mark.parametrize("settings", RAGGED[:4])
+def test_the_first_tokens_and_the_seed_restore_an_image(engine, golden, settings):
+    (whole,) = engine.generate([request_of(settings, method="ar")])
+    length = golden.model.config.seq_len
+    counts = (1, length // 2 + 1)
+    masks = [torch.arange(length) >= count for count in counts]
+    requests = [request_of(settings, method="ar", image=whole.tokens, mask=mask) for mask in masks]
+    plain = request_of(RAGGED[0], method="ar")
+    for count, output in zip(counts, engine.generate([*requests, plain])):
+        if golden.model.config.binary:
+            assert (output.tokens == whole.tokens).float().mean() > 0.99
+        else:
+            assert relative_error(output.tokens[: count + 2], whole.tokens[: count + 2]) < 1e-4
+        assert output.token_cost[:count].isnan().all() and (output.token_cost[count:] == STEPS + 1).all()
+        own_null = settings.get("cfg", 1.0) != 1 and "cfg_schedule" not in settings
+        assert output.stats.head_calls == (STEPS + 1) * (length - count + own_null)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_goes_on_from_given_tokens(engine, golden, method):
+    length, side = golden.model.config.seq_len, golden.model.config.img_size
+    pixels = torch.rand(3, side, side, generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(side).unsqueeze(1).expand(-1, side) >= side // 2
+    settings = {"method": method.split()[0], "image": pixels, "mask": mask, **METHODS[method]}
+    for output in engine.generate([request_of(each, **settings) for each in RAGGED[:3]]):
+        encoded = golden.model.patchify(golden.vae.encode(2 * pixels[None] - 1))[0]
+        assert relative_error(output.tokens[: length // 2], encoded[: length // 2]) < 1e-4
+        assert output.image.isfinite().all() and output.token_cost.isnan().sum() == length // 2
+
+
+def test_a_part_that_is_not_the_first_is_refused(engine, golden):
     tokens = torch.zeros(golden.model.config.seq_len, golden.model.config.token_dim)
-    with pytest.raises(ValueError, match="mask"):
-        engine.check(Request(3, image=tokens, mask=0.5))
+    mask = torch.arange(len(tokens)) < 2
+    with pytest.raises(ValueError, match="raster order"):
+        engine.check(Request(3, image=tokens, mask=mask))
 
 
 @pytest.mark.parametrize("kind", ["saved", "official"])
@@ -139,7 +178,7 @@ def test_a_saved_and_an_official_checkpoint_sample_the_same_image(golden, engine
         engine.save_pretrained(folder)
     else:
         folder.mkdir()
-        name = "BitDance_B_1X.pt" if golden.model.config.binary else "SphereAR_B.pt"
+        name = "BitDance_B_1x.pt" if golden.model.config.binary else "SphereAR_B.pt"
         torch.save({"ema": golden.weights}, folder / name)
         if not golden.model.config.binary:  # the file of another model, which is not read
             (folder / "ae_d16c32.pt").write_text("BitDance's autoencoder")

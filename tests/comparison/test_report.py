@@ -40,7 +40,7 @@ def test_all_forms_say_the_same(made, tmp_path):
     assert json.loads((tmp_path / "comparison.json").read_text()) == content
     lines = list(csv.DictReader(io.StringIO((tmp_path / "comparison.csv").read_text())))
     for line, row in zip(lines, content["rows"], strict=True):
-        for key in ("name", "accuracy", "fid", "p_value", "bound", "peak_bytes"):
+        for key in ("name", "accuracy", "fid", "p_value_holm", "bound", "peak_bytes"):
             assert line[key] == ("" if row[key] is None else str(row[key]))
         ends = [line["fid_ci95_least"], line["fid_ci95_most"]]
         assert ends == (["", ""] if row["fid_ci95"] is None else [str(end) for end in row["fid_ci95"]])
@@ -59,7 +59,7 @@ def test_all_forms_say_the_same(made, tmp_path):
     assert [line["configuration"] for line in by_title] == ["ar", "speculative", "cool-sd:delta=2", "a|b <i>&"]
     assert by_title[1]["speed-up"] == "2.25 (1.50..2.50)" and by_title[0]["speed-up"] == "1.00"
     assert by_title[0]["images/s"] == "2.00 (1.50..3.00)" and by_title[0]["peak MiB"] == "3"
-    assert [line["p"] for line in by_title] == ["", "0.004", "0.500", ""]
+    assert [line["p coupled"] for line in by_title] == ["", "0.004", "0.500", ""]
     assert by_title[2]["TV bound"] == "0.250 [0.240, 0.260]" and by_title[1]["TV bound"] == ""
     assert [line["FID-12"] for line in by_title] == ["9.50 [9.38, 9.75]", "9.25", "9.00", "8.00"]
     assert "IS" not in cells[0] and "head calls/token" not in cells[0]
@@ -68,19 +68,21 @@ def test_all_forms_say_the_same(made, tmp_path):
 def test_without_quality_its_columns_and_plots_are_missing(made, tmp_path):
     content, images = made
     for each in content["rows"]:
-        each |= dict.fromkeys(("accuracy", "fid", "p_value"))
+        each |= dict.fromkeys(("accuracy", "fid", "p_value_holm"))
     content |= {"space": None, "reference": None}
-    content["missing"] = dict.fromkeys(("fid", "accuracy", "p_value"), "no reason")
+    content["missing"] = dict.fromkeys(("fid", "accuracy", "p_value_holm"), "no reason")
     assert "speed_quality.png" not in report.write(content, images, tmp_path)
     text = report.text_table(content)
     header = text.splitlines()[1]
     assert "FID" not in header and "acc." not in header and "images/s" in header
-    assert "no class acc., FID-12, p: no reason" in text
+    assert "no class acc., FID-12, p coupled: no reason" in text
 
 
 def test_a_wide_table_continues_below(made):
     content, _ = made
-    content["rows"][1] |= {key: 0.25 for key in ("difference", "audit", "p_value", "p_unpaired", "inception_score")}
+    content["rows"][1] |= {
+        key: 0.25 for key in ("difference", "audit", "p_value_holm", "p_unpaired_holm", "inception_score")
+    }
     tables = report.text_table(content).split("\n* ")[0].split("\n\n")
     assert len(tables) == 2 and all(len(line) <= report.WIDTH for table in tables for line in table.splitlines())
     assert all("configuration" in table for table in tables)
@@ -90,7 +92,7 @@ def test_a_row_with_its_own_seeds_is_not_part_of_a_sweep(made, tmp_path):
     content, images = made
     report.write(content, images, tmp_path)
     assert "the same classes and seeds" in (tmp_path / "report.html").read_text()
-    content["rows"][0] |= {"name": "ar:seed=1000", "settings": {"seed": 1000}, "p_unpaired": 0.25}
+    content["rows"][0] |= {"name": "ar:seed=1000", "settings": {"seed": 1000}, "p_unpaired_holm": 0.25}
     report.write(content, images, tmp_path)
     assert "the same classes and seeds" not in (tmp_path / "report.html").read_text()
     assert "p unpaired: " in (tmp_path / "comparison.md").read_text()

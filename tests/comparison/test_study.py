@@ -168,7 +168,7 @@ def test_a_study_runs_with_its_own_models_and_flags_override_it(tmp_path):
     assert (report["images"], report["labels"], report["first_seed"], report["max_batch"]) == (1, [4, 5], 7, 2)
     settings = [row["settings"] for row in report["rows"]]
     assert [(each["cfg"], each["num_sampling_steps"]) for each in settings] == [(1, 2), (2, 2), (2, 2)]
-    assert "8 images or more" in report["missing"]["p_value"]
+    assert "8 images or more" in report["missing"]["p_value_holm"]
 
     asked = json.loads((out / "run.json").read_text())["settings"]["configurations"]
     used = {name: each["files"] for name, each in asked.items()}

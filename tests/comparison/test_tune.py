@@ -18,7 +18,8 @@ from cspd.cli.options import request_of
 from cspd.comparison import compare, study
 from cspd.comparison.compare import OTHER_SEEDS, Trial, _add_losses, tune
 from cspd.comparison.study import Configuration, comparison_store
-from cspd.evaluation.metrics import NORMAL, SPACES, load_reference
+from cspd.evaluation.metrics import SPACES, load_reference
+from cspd.evaluation.scores import Score, standard_error
 from cspd.terminal import tolerance
 
 STEPS = (2, 3, 4)  # denoising steps of the candidates
@@ -86,7 +87,9 @@ def test_losses_are_against_baseline_sampling(done):
     for row in (other, best):
         assert row["losses"]["fid"]["loss"] == pytest.approx(row["fid"] / plain["fid"] - 1)
         assert row["losses"]["fid"]["error"] == pytest.approx(abs(other["losses"]["fid"]["loss"]))  # too few for more
-        assert row["losses"]["inception_score"] is None
+        assert row["losses"]["inception_score"]["error"] == pytest.approx(
+            abs(other["losses"]["inception_score"]["loss"])
+        )
     assert all(row["losses"]["divergence"] == {"loss": 0, "error": 0} for row in report["rows"])
     assert other["settings"]["seed"] == OTHER_SEEDS and not other["front"]
     assert best["images_per_second"]["median"] > plain["images_per_second"]["median"]
@@ -104,22 +107,20 @@ def test_a_finished_search_generates_nothing_twice(done, rows):
 def test_errors_are_of_the_ratio_to_the_same_images():
     """Scatter that a row shares with baseline sampling is not an error of their ratio."""
     scatter = np.array([1.0, 1.2, 0.9, 1.1])
-    row = {"guarantee": "heuristic", "inception_score": None, "inception_score_ci95": None}
-    row |= {"fid": 1.1, "fid_ci95": [0.8, 1.4], "accuracy": 0.9, "accuracy_ci95": [0.88, 0.88 + 2 * 0.01 * NORMAL]}
-    rows = [row | {"fid": 1.0, "accuracy": 1.0}, dict(row), dict(row)]
-    _add_losses(rows, [{"fid": scatter}, {"fid": scatter[::-1]}, {"fid": 1.1 * scatter}])
+    plain = {"fid": Score(1.0, scatter), "accuracy": Score(1.0, np.ones(4))}
+    others = [{"fid": Score(1.1, scatter[::-1])}, {"fid": Score(1.1, 1.1 * scatter), "accuracy": Score(0.9, scatter)}]
+    rows = [{"guarantee": "heuristic"} for _ in range(3)]
+    _add_losses(rows, [plain, *others])
     losses = [each["losses"] for each in rows]
     assert losses[2]["fid"]["loss"] == pytest.approx(0.1) and losses[2]["fid"]["error"] < 1e-12
-    ratio = scatter[::-1] / scatter
-    assert losses[1]["fid"]["error"] == pytest.approx((3 * np.mean((ratio - ratio.mean()) ** 2)) ** 0.5)
-    assert losses[2]["accuracy"] == pytest.approx({"loss": 0.1, "error": 0.01 * 2**0.5})
+    assert losses[1]["fid"]["error"] == pytest.approx(standard_error(scatter[::-1] - 1.1 * scatter))
+    assert losses[2]["accuracy"] == pytest.approx({"loss": 0.1, "error": standard_error(scatter)})
     assert losses[2]["inception_score"] is losses[2]["divergence"] is None
 
 
 def test_without_intervals_other_seeds_show_the_error():
-    row = dict.fromkeys(("inception_score", "accuracy", "inception_score_ci95", "accuracy_ci95", "fid_ci95"))
-    rows = [row | {"guarantee": "exact", "fid": fid} for fid in (10.0, 9.7, 11.0)]
-    _add_losses(rows, [{}, {}, {}])
+    rows = [{"guarantee": "exact"} for _ in range(3)]
+    _add_losses(rows, [{"fid": Score(fid)} for fid in (10.0, 9.7, 11.0)])
     assert rows[2]["losses"]["fid"] == pytest.approx({"loss": 0.1, "error": 0.03})
 
 

@@ -71,6 +71,33 @@ def test_exact(kind, num, models):
     assert all(s.bound < 1e-5 for s in statistics)
 
 
+def test_a_rejected_draft_is_replaced_by_a_draw_of_its_own():
+    """In the first round, too, where the number of the round tells no draws apart."""
+    models = toy_models(length=1)
+    request = request_of("sd", gamma=1)
+    tokens, statistics = draw(models, request, NUM // 2)
+    assert p_value(counts(tokens), distribution(models["target"], request)) > SAME
+    assert sum(s.alpha for s in statistics) < NUM // 4  # most drafts are rejected
+
+
+def test_the_p_value_counts_every_draw():
+    """Also of sequences that are rare, even all together, and of impossible ones."""
+    rare = torch.full((10,), 1e-5).double()
+    probability = torch.cat([torch.full((9,), 1 / 9).double() * (1 - rare.sum()), rare, torch.zeros(1)])
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(weights: torch.Tensor) -> torch.Tensor:
+        tokens = torch.multinomial(weights, NUM, replacement=True, generator=generator)
+        return torch.bincount(tokens, minlength=20).double()
+
+    p = [p_value(drawn(probability), probability) for _ in range(200)]
+    assert stats.kstest(p, "uniform", alternative="greater").pvalue > SAME  # not too many small ones
+    assert p_value(drawn(torch.where(probability < 1e-4, 12 * probability, probability)), probability) < SAME
+    observed = drawn(probability)
+    observed[-1] += 1
+    assert p_value(observed, probability) == 0
+
+
 @pytest.mark.parametrize(
     "kind, changes",
     [

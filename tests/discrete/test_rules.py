@@ -303,9 +303,16 @@ def test_pooling_is_the_plain_loop(name, value, k, monkeypatch):
     at_x = rule.accept_token(P_wide, Q_wide, x.unsqueeze(-1), near(12)).squeeze(-1)
     assert torch.equal(at_x, f)
 
-    # the paper's own G, and temperature 0
-    own = replace(rule, optimal=False).resample(P_wide, Q_wide, f, x, near(12))
+    # the paper's own G, of a sampled token and of a chosen one
+    own_rule = replace(rule, optimal=False)
+    own = own_rule.resample(P_wide, Q_wide, f, x, near(12))
     assert torch.allclose(own, residual(expected, Q_wide, 1.0))
+    accepted, left, _ = outcomes(own_rule, P_wide, None, x.unsqueeze(-1))
+    assert torch.allclose(accepted.squeeze(-1), mass, atol=1e-9)
+    of_others = residual(expected, point(x, P_wide), 1.0)
+    assert torch.allclose(left[mass < 1], of_others[mass < 1], atol=1e-9)
+
+    # temperature 0
     greedy = replace(rule, greedy=True).accept(P_wide, Q_wide, near=near(12), x=x)
     assert torch.equal(greedy, one_hot(expected.argmax(-1), 12).double())
     monkeypatch.setattr(rules, "MAX_GATHERED", 7)

@@ -134,7 +134,7 @@ def difference(models: dict, request: Request, tokens: torch.Tensor, plain: torc
 @pytest.mark.slow
 @pytest.mark.parametrize("method", BUNDLED)
 def test_bundled(method):
-    """Trained models: every token, unless rounding decides; docs/same_image.md says how often it does."""
+    """Trained models: every token, unless rounding decides; docs/methods.md says how often it does."""
     engine = cspd.load("digits32_vq", max_batch=8, device="cpu")
     requests = [Request(i, i, "ar", family="VQ", cfg=2.0) for i in range(8)]
     plain = engine.generate(requests)

@@ -12,7 +12,8 @@ from stores import small_clip
 
 from cspd.evaluation import metrics
 from cspd.evaluation.images import ImageList
-from cspd.evaluation.metrics import FILES, Clip, check_clip, mean_and_error
+from cspd.evaluation.metrics import FILES, Clip, Reference, check_clip, dinov2_features, mean_and_error, measure
+from cspd.evaluation.scores import discrepancy, frechet, gaussian, statistics_of
 from cspd.request import to_pil
 from cspd.runs import file_fingerprint
 from mar.tensors import CheckpointError
@@ -76,6 +77,30 @@ def test_weights_of_another_model_are_refused(damage, real):
         (real / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="CLIP"):
         Clip(real, CPU)
+
+
+@pytest.mark.slow
+def test_cmmd_and_fd_dinov2_are_of_their_networks_features(real, tmp_path):
+    """Of images in memory and a reference's, by small models with random weights."""
+    from transformers import Dinov2Config, Dinov2Model
+
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    Dinov2Model(Dinov2Config(**small)).save_pretrained(tmp_path / "dinov2")
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = (ImageList(torch.rand(25, 3, 32, 32, generator=generator)) for _ in range(2))
+    how = {"space": "digits", "clip": real, "dinov2": tmp_path / "dinov2", "device": CPU}
+    found = measure(ours, reference=Reference("", "", images=theirs), **how)
+    features = [Clip(real, CPU).features(each) for each in (ours, theirs)]
+    assert found["cmmd"] == pytest.approx(discrepancy(*features, gaussian).value)
+    features = [dinov2_features(each, tmp_path / "dinov2", CPU) for each in (ours, theirs)]
+    assert features[0].shape == (25, 16)
+    assert found["fd_dinov2"] == pytest.approx(frechet(features[0], statistics_of(features[1])).value)
+    assert found["cmmd_ci95"] and found["fd_dinov2_resolution"] > 0 and set(found["missing"]) == {"sfid", "accuracy"}
+
+
+def test_a_folder_without_dinov2(tmp_path):
+    with pytest.raises(CheckpointError, match="DINOv2"):
+        dinov2_features(pictures(), tmp_path, CPU)
 
 
 def empty_folder(folder):

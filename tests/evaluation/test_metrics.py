@@ -15,11 +15,15 @@ import torch_fidelity
 from handwriting import KEYS, as_folder, drawn, saved_statistics
 from scipy import stats
 from torch_fidelity.metric_fid import fid_features_to_statistics
+from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric
 
 from cspd.evaluation.images import ImageFolder, ImageList, export_npz
-from cspd.evaluation.metrics import SPACES, check, energy_test, features, load_classifier, load_reference, measure
+from cspd.evaluation.metrics import SPACES, Extracted, check, features, load_classifier, load_reference, measure
+from cspd.evaluation.scores import discrepancy, energy_test, polynomial
 from cspd.models import bundled
 from cspd.request import to_pil, to_uint8
+
+OF_INCEPTION = "sfid", "fd_dinov2"  # scores that classifiers' spaces lack
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +44,10 @@ def test_all_values_are_torch_fidelitys_of_the_same_pngs(folders, of_folders):
         input1=str(folders[0]),
         input2=str(folders[1]),
         feature_extractor="cspd-digits",
-        kid_subset_size=60,
         cuda=False,
         isc=True,
+        isc_splits=1,
         fid=True,
-        kid=True,
         prc=True,
         save_cpu_ram=True,
         verbose=False,
@@ -52,7 +55,17 @@ def test_all_values_are_torch_fidelitys_of_the_same_pngs(folders, of_folders):
     )
     for name, key in KEYS.items():
         assert of_folders[name] == pytest.approx(theirs[key], rel=1e-5)
-    assert of_folders["num"] == 60 and set(of_folders["missing"]) == {"accuracy"}
+    assert of_folders["num"] == 60 and set(of_folders["missing"]) == {"accuracy", *OF_INCEPTION}
+    for name, key in KEYS.items():
+        low, high = of_folders[f"{name}_ci95"]
+        assert low <= of_folders[name] <= high and 0 < high - low < 4 * of_folders[f"{name}_resolution"], key
+
+
+def test_kid_is_torch_fidelitys_of_all_images(folders):
+    x, y = (features(folder, space="digits").double() for folder in folders)
+    subsets = {"kid_subsets": 2, "kid_subset_size": 60, "verbose": False}
+    theirs = kid_features_to_metric(x, y[:60], **subsets)[KEY_METRIC_KID_MEAN]
+    assert discrepancy(x, y[:60], polynomial).value == pytest.approx(theirs, rel=1e-6)
 
 
 def test_features_are_the_classifiers_of_images_in_minus_1_to_1():
@@ -69,7 +82,7 @@ def test_images_in_memory_are_measured_like_their_pngs(folders):
     of_pngs = measure(folders[0], space="digits", reference=reference, labels=ImageFolder(folders[0]).labels)
     for name in (*KEYS, "accuracy", "accuracy_ci95"):
         assert ours[name] == pytest.approx(of_pngs[name], rel=1e-6)
-    assert ours["missing"] == {} and ours["accuracy"] > 0.9
+    assert set(ours["missing"]) == {*OF_INCEPTION} and ours["accuracy"] > 0.9
     wrong = measure(ImageList(images), space="digits", labels=[9 - label for label in labels])
     assert wrong["accuracy"] < 0.1
 
@@ -96,7 +109,7 @@ def test_statistics_and_images_in_one_file_serve_one_metric_each(folders, of_fol
     both = saved_statistics(folders[0], arr_0=images)  # the statistics are those of the measured images
     ours = measure(folders[0], space="digits", reference=both)
     assert ours["fid"] == pytest.approx(0, abs=1e-3)
-    for name in ("kid", "precision", "recall"):
+    for name in ("kid", "precision", "recall", "density", "coverage"):
         assert ours[name] == of_folders[name]
     of_images = measure(folders[0], space="digits", reference=load_reference(tmp_path / "images.npz"))
     assert of_images["fid"] == pytest.approx(of_folders["fid"], 1e-6)
@@ -120,13 +133,20 @@ def test_rounding_is_that_of_the_pngs():
     assert to_uint8(image)[0, 0, :256].tolist() == list(range(256))
     assert to_uint8(to_uint8(image)).equal(to_uint8(image))
 
+    # to the nearest: truncation would take 254 of every 255 values one lower
+    between = (torch.arange(255) + torch.tensor([[0.02], [0.48], [0.52], [0.98]])) / 255
+    lower = list(range(255))
+    upper = list(range(1, 256))
+    assert to_uint8(between).tolist() == [lower, lower, upper, upper]
+
 
 @pytest.mark.parametrize(
     "num, missing",
     [
-        (1, {"fid", "inception_score", "kid", "precision", "recall"}),
-        (3, {"inception_score", "precision", "recall"}),
-        (19, {"inception_score"}),
+        (1, {"fid", "inception_score", "kid", "cmmd", "precision", "recall", "density", "coverage"}),
+        (3, {"precision", "recall", "density", "coverage"}),
+        (5, {"density", "coverage"}),
+        (19, set()),
         (20, set()),
     ],
 )
@@ -135,10 +155,11 @@ def test_few_images_are_measured_as_far_as_they_can_be(num, missing):
     values = measure(
         ImageList(images), space="digits", reference=load_reference(SPACES["digits"].reference), labels=labels
     )
-    assert set(values["missing"]) == missing
-    for name in (*KEYS, "accuracy"):
-        gone = name.removesuffix("_std") in missing
+    assert set(values["missing"]) == missing | {*OF_INCEPTION}
+    for name in (*KEYS, "kid", "coverage"):
+        gone = name in missing
         assert (values[name] is None) == gone and (gone or np.isfinite(values[name]))
+        assert (values[f"{name}_ci95"] is None) == (num < 20)
 
 
 def test_the_bundled_reference_is_of_the_training_data():
@@ -167,13 +188,13 @@ def test_the_script_makes_a_reference_of_a_folder(folders, tmp_path, monkeypatch
     assert len({made.images[i].numpy().tobytes() for i in range(30)}) == 30
 
 
-def test_a_value_that_is_not_finite_is_missing_with_a_reason():
-    """Torch-fidelity's Inception score is NaN if a class's probability is 0 in double precision."""
+def test_a_class_without_probability_has_no_share_of_the_inception_score():
+    """Its probability is 0 in double precision, where torch-fidelity's is NaN."""
     images, _ = drawn(20, 1)
     logits = torch.zeros(20, 10)
     logits[:, 3] = -2000
-    values = measure(ImageList(images), space="digits", extracted=(torch.zeros(20, 128), logits))
-    assert values["inception_score"] is None and "nan" in values["missing"]["inception_score"]
+    values = measure(ImageList(images), space="digits", extracted=Extracted(torch.zeros(20, 128), logits))
+    assert values["inception_score"] == pytest.approx(1)
 
 
 def test_classes_that_the_classifier_does_not_know_have_no_accuracy():

@@ -1,5 +1,7 @@
 """Whole chains: the ancestral chain has the distribution that its head defines, and a chain is one graph."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -108,6 +110,42 @@ def test_bf16_keeps_the_first_step_in_float32(chain):
     """There rounding grows 316 times."""
     run, _, _ = chain
     assert 0 < relative_error(run(precision=Precision("bf16", CPU)), run()) < 0.02
+
+
+def test_bf16_keeps_the_first_call_of_calibrated_in_float32(chain, small_mar):
+    """Its weights, and the mode of matrix products, which differs on GPUs only."""
+    _, settings, eps = chain
+    given = {**settings, "s": schedule(settings["num_steps"]), "noise": lambda t: eps[t]}
+    num_steps = given.pop("num_steps")
+    coefficients, drift = frozen(given["s"])
+    predictor = Predictor(coefficients, drift, np.zeros_like(drift))
+    plan = (num_steps - 1, num_steps - 2, 80, 50, 20, 5, 0)
+    segments = make_segments(plan, given["s"], predictor, np.zeros((len(plan), 2)), 1, CPU)
+
+    class Recording(Precision):
+        def full(self):
+            return self.recorded("full")
+
+        def fast(self):
+            return self.recorded("fast")
+
+        @contextlib.contextmanager
+        def recorded(self, mode):
+            self.mode = mode
+            yield
+
+    def states(policy):
+        """The state at each call, and the modes of the calls."""
+        precision = given["precision"] = Recording(policy, CPU)
+        found = []
+        visit = lambda i, sources, v: found.append((sources[0], precision.mode))  # noqa: E731
+        calibrated.sample(small_mar.head, **given, segments=segments, visit=visit)
+        return zip(*found)
+
+    (exact, _), (rounded, modes) = states("fp32"), states("bf16")
+    is_same = [torch.equal(*pair) for pair in zip(exact, rounded)]
+    assert is_same == [True, True] + [False] * (len(plan) - 2)  # the second state follows from the first call
+    assert modes == ("full",) + ("fast",) * (len(plan) - 1)
 
 
 # ---- Chains as functions of tensors: nothing is read on the CPU and no shape comes from data, so graphs can have them

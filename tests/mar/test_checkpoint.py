@@ -116,7 +116,7 @@ def test_values_that_are_not_finite(place, value, save, weights):
 @pytest.mark.parametrize("name", ["absent.pth", ".", "pipe"])
 def test_no_file(name, tmp_path):
     os.mkfifo(tmp_path / "pipe")  # opening it would wait for a writer
-    assert "checkpoints/README.md" in refusal(load_vae, tmp_path / name)
+    assert "docs/checkpoints.md" in refusal(load_vae, tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["weights.pth", "legacy.pth", "weights.safetensors"])

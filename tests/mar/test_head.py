@@ -93,7 +93,7 @@ def test_the_posterior_is_the_authors(small_mar, mar_golden):
     [(100, 999, 316), (25, 999, 1327), (8, 999, 4485), (100, 950, 1.2), (25, 950, 1.8), (8, 950, 3.7)],
 )
 def test_the_first_step_multiplies_errors_as_documented(num_steps, first_timestep, gain):
-    """See docs/few_steps.md."""
+    """See docs/methods.md."""
     s = schedule(num_steps, first_timestep)
     assert s.mean_x[-1] == pytest.approx(gain, rel=0.05)
     assert first_timestep < 999 or -s.mean_eps[-1] == pytest.approx(gain, rel=0.005)

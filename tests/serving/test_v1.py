@@ -218,6 +218,7 @@ def test_a_client_that_leaves_is_cancelled(site, client):
     with pytest.raises(openai.APITimeoutError):
         client.images.generate(prompt="three", extra_body=LONG, timeout=0.5)
     wait_until(lambda: not site.loop.jobs)
+    assert not site.loop.num_running()  # its slot is free
     assert site.loop.made == made
 
 

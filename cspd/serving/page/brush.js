@@ -53,7 +53,7 @@ export function makeEditor(changed, fail) {
   function setModel(chosen) {
     model = chosen;
     element("how").textContent = model.rows
-      ? "VQ models generate row by row: the highest painted row and all rows below it are regenerated; the rows above are kept."
+      ? "This model generates row by row: the highest painted row and all rows below it are regenerated; the rows above are kept."
       : "The painted tokens are regenerated to match the rest of the image, which is kept.";
     if (isOpen) close();
   }

@@ -1,0 +1,378 @@
+"""Scores of images from their features, and how sure they are: formulas, intervals and tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch_fidelity.metric_fid import fid_features_to_statistics
+
+# 95 % intervals of values measured on few images, cut to the range of each value.
+
+NORMAL = NormalDist().inv_cdf(0.975)  # half of a 95 % interval, in standard errors
+RANGES = {
+    "fid": (0.0, math.inf),
+    "sfid": (0.0, math.inf),
+    "fd_dinov2": (0.0, math.inf),
+    "inception_score": (1.0, math.inf),
+    "kid": (-math.inf, math.inf),  # unbiased: it may be negative
+    "cmmd": (-math.inf, math.inf),
+    "precision": (0.0, 1.0),
+    "recall": (0.0, 1.0),
+    "density": (0.0, math.inf),
+    "coverage": (0.0, 1.0),
+    "accuracy": (0.0, 1.0),
+    "clip_score": (0.0, 100.0),
+    "clip_difference": (-100.0, 100.0),
+    "bound": (0.0, 1.0),
+    "difference": (0.0, math.inf),
+    "audit": (0.0, math.inf),
+}
+
+
+def around(name: str, value: float, error: float) -> list[float]:
+    """The interval [low, high] of a value with a name in `RANGES`, from its standard error."""
+    low, high = RANGES[name]
+    half = NORMAL * error
+    return [min(max(end, low), high) for end in (value - half, value + half)]
+
+
+def wilson(fraction: float, num: int) -> list[float]:
+    """The interval [low, high] of a probability, from the fraction of `num` trials that succeeded.
+
+    Wilson, Probable Inference, the Law of Succession, and Statistical Inference (1927): all probabilities whose
+    distance from the fraction is at most `NORMAL` of their own standard errors. Unlike the normal interval, it keeps a
+    width if all of 8 trials succeed.
+    """
+    weight = NORMAL**2 / num
+    variance = fraction * (1 - fraction) * weight + (weight / 2) ** 2
+    centre = (fraction + weight / 2) / (1 + weight)
+    half = math.sqrt(variance) / (1 + weight)
+    # rounding must not exclude the fraction itself, which is an end of the interval at 0 and at 1
+    low = min(fraction, max(0.0, centre - half))
+    high = max(fraction, min(1.0, centre + half))
+    return [low, high]
+
+
+# A score, and what each part of the images contributes to it. Parts are about independent, so their scatter gives the
+# score's error; and that of the difference of two scores of the same seeds, which have much in common.
+#
+# The bootstrap would sample classes unevenly and repeat images, and either worsens FID, coverage and others.
+
+PARTS = 25  # parts of the images, at most
+LEAST_INTERVAL = 20  # images, at least
+LEAST_CYCLES = 4  # cycles through the classes, for class-balanced parts
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score of images.
+
+    Attributes:
+        value: of all images.
+        parts: float64 [G], pseudo-values: the score as each part of the images alone shows it, to first order; None for
+            fewer than `LEAST_INTERVAL` images.
+    """
+
+    value: float
+    parts: np.ndarray | None = None
+
+    @property
+    def error(self) -> float | None:
+        """The standard error, given the reference; None for too few images."""
+        return None if self.parts is None else standard_error(self.parts)
+
+    @property
+    def resolution(self) -> float | None:
+        """The smallest difference of two such scores, of independent images, that is significant at 95 %."""
+        return None if self.error is None else NORMAL * math.sqrt(2) * self.error
+
+
+def standard_error(parts: np.ndarray) -> float:
+    """The standard error of the mean of independent parts."""
+    return float(np.std(parts, ddof=1) / len(parts) ** 0.5)
+
+
+def parts_of(num: int, cycle: int = 1) -> Tensor | None:
+    """The part of each of `num` images, int64 [num]; None for too few.
+
+    Args:
+        cycle: image i has class i modulo `cycle`. A part of whole cycles has equally many images of each class, as the
+            whole has: which classes are drawn is no chance. 1: the classes do not cycle.
+    """
+    if num < LEAST_INTERVAL:
+        return None
+    block = cycle if num >= LEAST_CYCLES * cycle else 1
+    return torch.arange(num) // block % PARTS
+
+
+def from_influence(value: float, influence: Tensor, part: Tensor | None) -> Score:
+    """A score from the influence [N] of each image, by the infinitesimal jackknife (Jaeckel 1972).
+
+    An image's influence is the derivative of the score with respect to the weight of this image.
+    """
+    if part is None:
+        return Score(value)
+    sums = torch.zeros(int(part.max()) + 1, dtype=torch.float64).index_add_(0, part, influence.double().cpu())
+    means = sums / part.bincount()
+    return Score(value, value + (means - influence.double().mean().cpu()).numpy())
+
+
+def from_left_out(value: float, left_out: Tensor, part: Tensor | None) -> Score:
+    """A score from its values [G] without each part: the jackknife's pseudo-values (Tukey 1958)."""
+    if part is None:
+        return Score(value)
+    share = len(part) / part.bincount().double()
+    return Score(value, (share * value - (share - 1) * left_out.double()).numpy())
+
+
+# Frechet distances (FID, sFID, FD-DINOv2), and the Inception score.
+
+
+def statistics_of(features: Tensor) -> dict[str, np.ndarray]:
+    """The mean "mu" [D] and covariance "sigma" [D, D] of features [N, D], float64."""
+    return {name: value.astype(np.float64) for name, value in fid_features_to_statistics(features).items()}
+
+
+def frechet(features: Tensor, statistics: dict[str, np.ndarray], part: Tensor | None = None) -> Score:
+    """The Frechet distance of features [N, D] from the "mu" and "sigma" of a reference.
+
+    Heusel et al. (arXiv 1706.08500): |mu - mu'|^2 + tr(S + S' - 2 (S S')^(1/2)). Its derivative with respect to S is
+    1 - T, where T = A (A S A)^(-1/2) A, A = S'^(1/2), is the optimal transport map to the reference's Gaussian.
+    """
+    own = statistics_of(features)
+    mu, sigma, mu_ref, sigma_ref = map(torch.from_numpy, (*own.values(), statistics["mu"], statistics["sigma"]))
+    root_ref = _power(sigma_ref, 0.5)
+    roots, vectors = torch.linalg.eigh(root_ref @ sigma @ root_ref)
+    roots = roots.clamp(min=0).sqrt()
+    shift = mu - mu_ref
+    value = shift @ shift + sigma.trace() + sigma_ref.trace() - 2 * roots.sum()
+    if part is None:
+        return Score(value.item())
+
+    # fewer images than features leave directions without variance: their derivative is infinite, and left out
+    inverse = torch.where(roots > 1e-5 * roots.max(), 1 / roots, 0.0)
+    transport = root_ref @ (vectors * inverse) @ vectors.T @ root_ref
+    centred = features.double() - mu
+    influence = 2 * centred @ shift + (centred * (centred - centred @ transport)).sum(1)
+    return from_influence(value.item(), influence, part)
+
+
+def _power(matrix: Tensor, power: float) -> Tensor:
+    """A power of a symmetric matrix that has no negative eigenvalues, up to rounding."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return (vectors * values.clamp(min=0) ** power) @ vectors.T
+
+
+SPLIT = 5000  # images whose Inception scores are averaged, as in ADM's evaluator
+
+
+def inception_score(logits: Tensor, part: Tensor | None = None) -> Score:
+    """The Inception score of logits [N, C]: the mean over each 5,000 images of exp(mean KL(p(y|x) || p(y))).
+
+    Salimans et al. (arXiv 1606.03498), with the parts of ADM's evaluator, in the images' order.
+    """
+    values, influences = [], []
+    for some in logits.double().split(SPLIT):
+        log_p = some.log_softmax(1)
+        marginal = log_p.exp().mean(0)
+        information = (log_p.exp() * (log_p - marginal.log())).nansum(1)  # 0 log 0 = 0
+        value = information.mean().exp()
+        values.append(value)
+        influences.append(value * (information - information.mean()))
+    return from_influence(torch.stack(values).mean().item(), torch.cat(influences), part)
+
+
+# Maximum mean discrepancies (KID, CMMD): unbiased, of all images.
+
+BLOCK = 500  # rows of kernels and distances at once: memory does not grow with the square of the images
+Kernel = Callable[[Tensor, Tensor], Tensor]  # [N, D], [M, D] -> [N, M]
+
+
+def polynomial(x: Tensor, y: Tensor) -> Tensor:
+    """KID's kernel (Binkowski et al., arXiv 1801.01401): (x . y / D + 1)^3."""
+    return (x @ y.T / x.shape[1] + 1) ** 3
+
+
+def gaussian(x: Tensor, y: Tensor) -> Tensor:
+    """CMMD's kernel (Jayasumana et al., arXiv 2401.09603), sigma = 10, of features of length 1, times 1000."""
+    x, y = functional.normalize(x), functional.normalize(y)
+    return 1000 * torch.exp((x @ y.T - 1) / 100)
+
+
+def discrepancy(features: Tensor, reference: Tensor, kernel: Kernel, part: Tensor | None = None) -> Score:
+    """The squared maximum mean discrepancy of features [N, D] and [M, D], without bias.
+
+    Gretton et al., A Kernel Two-Sample Test (2012), equation 3, for N and M images.
+    """
+    x, y = features.double(), reference.double()
+    own = (_row_sums(x, x, kernel) - _diagonal(x, kernel)) / (len(x) - 1)
+    theirs = (_row_sums(y, y, kernel) - _diagonal(y, kernel)) / (len(y) - 1)
+    across = _row_sums(x, y, kernel) / len(y)
+    value = own.mean() + theirs.mean() - 2 * across.mean()
+    return from_influence(value.item(), 2 * (own - across), part)
+
+
+def _row_sums(x: Tensor, y: Tensor, kernel: Kernel) -> Tensor:
+    return torch.cat([kernel(block, y).sum(1) for block in x.split(BLOCK)])
+
+
+def _diagonal(x: Tensor, kernel: Kernel) -> Tensor:
+    """k(x, x) [N] of each row."""
+    return torch.cat([kernel(block, block).diagonal() for block in x.split(BLOCK)])
+
+
+# Precision and recall, density and coverage: which images lie near those of the other side.
+
+NEIGHBOURS = 3  # of precision and recall, as in ADM's evaluator
+DENSE_NEIGHBOURS = 5  # of density and coverage, as their authors recommend
+SPARE = 12  # more neighbours of an image, for its radius without one of the parts
+
+
+class Manifold(NamedTuple):
+    """Scores by nearest neighbours, see `manifold`."""
+
+    precision: Score
+    recall: Score
+    density: Score
+    coverage: Score
+
+
+def manifold(features: Tensor, reference: Tensor, part: Tensor | None = None) -> Manifold:
+    """How features [N, D] and those of a reference [M, D] cover each other.
+
+    Kynkaanniemi et al. (arXiv 1904.06991): precision is the fraction of images within the distance of some reference
+    image's third neighbour; recall the same with the sides exchanged. Naeem et al. (arXiv 2002.09797): density is the
+    mean number of reference images, in fifths, whose fifth neighbour is farther than the image; coverage the fraction
+    of reference images with an image within the distance of their fifth neighbour.
+    """
+    num_parts = 0 if part is None else int(part.max()) + 1
+    reach, _ = _nearest(reference, DENSE_NEIGHBOURS + 1)  # the first is the image itself
+    radius, dense_radius = reach[:, NEIGHBOURS], reach[:, -1]
+    own_radii = _radii_without(features, part, num_parts)
+
+    precise, density = [], []
+    within = torch.zeros(max(1, num_parts), len(reference))  # images within the radius of a reference image, by part
+    recalled = torch.zeros(1 + num_parts, len(reference), dtype=torch.bool)  # by all, and without each part
+    of_image = torch.zeros(len(features), dtype=torch.long) if part is None else part
+    for rows in torch.arange(len(features)).split(BLOCK):
+        distances = torch.cdist(features[rows], reference)
+        precise.append((distances <= radius).any(1))
+        is_dense = (distances < dense_radius).float()
+        density.append(is_dense.sum(1) / DENSE_NEIGHBOURS)
+        within.index_add_(0, of_image[rows], is_dense)
+        for i, radii in enumerate(own_radii):
+            is_kept = torch.ones(len(rows), dtype=torch.bool) if i == 0 else of_image[rows] != i - 1
+            recalled[i] |= ((distances <= radii[rows, None]) & is_kept[:, None]).any(0)
+
+    inside, dense = torch.cat(precise).double(), torch.cat(density).double()
+    recalls = recalled.double().mean(1)
+    total = within.sum(0)
+    coverage = (total > 0).double().mean().item()
+    without = (total - within > 0).double().mean(1)
+    return Manifold(
+        precision=from_influence(inside.mean().item(), inside, part),
+        recall=from_left_out(recalls[0].item(), recalls[1:], part),
+        density=from_influence(dense.mean().item(), dense, part),
+        coverage=from_left_out(coverage, without, part),
+    )
+
+
+def _nearest(features: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Distances and indices [N, count] of each row's nearest rows, or fewer; the nearest first: itself."""
+    count = min(count, len(features))
+    found = [torch.cdist(block, features).topk(count, largest=False) for block in features.split(BLOCK)]
+    return torch.cat([each.values for each in found]), torch.cat([each.indices for each in found])
+
+
+def _radii_without(features: Tensor, part: Tensor | None, num_parts: int) -> list[Tensor]:
+    """The distance [N] of each image's third neighbour: among all images, and among those outside each part."""
+    distances, indices = _nearest(features, NEIGHBOURS + 1 + SPARE)
+    radii = [distances[:, NEIGHBOURS]]
+    for i in range(num_parts):
+        is_left = part[indices] != i
+        # the last of them if so many neighbours are in the part
+        position = (is_left.cumsum(1) <= NEIGHBOURS).sum(1).clamp(max=indices.shape[1] - 1)
+        radii.append(distances.gather(1, position[:, None]).squeeze(1))
+    return radii
+
+
+# Tests of whether two samplers differ.
+
+LEAST_PAIRS = 8  # fewer have too few permutations
+
+
+def energy_test(x: Tensor, y: Tensor, permutations: int = 999, seed: int = 0) -> float:
+    """p-value of the hypothesis that paired samples x, y [N, D] have one distribution.
+
+    A permutation test on the energy distance (Szekely & Rizzo 2013). Row i of x and of y have the same seed, so each
+    pair is swapped or not; p is uniform if swapping changes nothing. Swapping independent samples changes nothing. That
+    of coupled ones, which share their noise, may: then p is approximate. A small p says that the distributions differ;
+    a large p of few samples says little.
+
+    Raises:
+        ValueError: the samples' shapes differ, there are fewer than 8 pairs, or a value is not finite.
+    """
+    num = len(x)
+    size = permutations + 1, num
+    if x.shape != y.shape or num < LEAST_PAIRS:
+        shapes = f"{list(x.shape)} and {list(y.shape)}"
+        raise ValueError(f"samples of shapes {shapes}: give pairs of one size, {LEAST_PAIRS} or more")
+    pooled = torch.cat([x.flatten(1), y.flatten(1)]).double()
+    if not pooled.isfinite().all():
+        raise ValueError("samples have NaN or infinite values: leave them out")
+    distances = torch.cdist(pooled, pooled)
+
+    # each row of `labels` assigns +1 to the images that count as x, -1 to those of y; the first row swaps no pair
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, size, generator=generator) * 2.0 - 1
+    signs[0] = 1
+    labels = torch.cat([signs, -signs], dim=1).double()
+
+    # 2 E|x - y| - E|x - x'| - E|y - y'| is, up to a factor, this quadratic form in the labels
+    statistic = -((labels @ distances) * labels).sum(1)
+    rounding = 1e-12 * distances.sum()  # equal samples have p = 1 in any unit
+    as_large = (statistic >= statistic[0] - rounding).sum()
+    return (as_large / (permutations + 1)).item()
+
+
+def change(score: Score, base: Score, same_seeds: bool) -> tuple[float, float | None]:
+    """The difference of a score from another one's, and its standard error; None for too few images.
+
+    Args:
+        same_seeds: part i of both has the same seeds: what they share is no error of their difference.
+    """
+    difference = score.value - base.value
+    if score.parts is None or base.parts is None:
+        return difference, None
+    if same_seeds and len(score.parts) == len(base.parts):
+        return difference, standard_error(score.parts - base.parts)
+    return difference, math.hypot(standard_error(score.parts), standard_error(base.parts))
+
+
+def two_sided(difference: float, error: float) -> float:
+    """The p-value of a difference with this standard error, if there is none: normal, two-sided."""
+    if error == 0:
+        return 1.0 if difference == 0 else 0.0
+    return 2 * NormalDist().cdf(-abs(difference) / error)
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """p-values corrected for their number by Holm's method (1979); None stays None.
+
+    The chance that any of them is below 0.05 although its hypothesis is true is at most 0.05.
+    """
+    given = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
+    corrected: list[float | None] = [None] * len(p_values)
+    largest = 0.0
+    for rank, (p, i) in enumerate(given):
+        largest = max(largest, min(1.0, (len(given) - rank) * p))
+        corrected[i] = largest
+    return corrected

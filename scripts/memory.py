@@ -1,0 +1,66 @@
+"""Writes docs/results/memory.json: memory by model and batch, as the engine estimates it before it loads anything.
+
+python scripts/memory.py && python scripts/results.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from cspd.causal import runner as causal
+from cspd.causal.registry import create_causal
+from cspd.device import precision_of
+from cspd.discrete.family import bytes_per_slot
+from cspd.discrete.registry import create_gpt
+from cspd.masked import runner as masked
+from cspd.runs import commit_of
+from mar.checkpoint import create_mar
+
+FILE = Path(__file__).parent.parent / "docs" / "results" / "memory.json"
+BATCHES = (1, 8, 64)
+MODELS = (
+    *("mar_base", "mar_large", "mar_huge"),
+    *("sphere_ar_b", "sphere_ar_l", "sphere_ar_h", "bitdance_b_1x", "bitdance_h_1x"),
+    *("llamagen_b", "llamagen_l", "llamagen_xl", "llamagen_3b"),
+)
+
+
+def of_model(name: str) -> tuple[nn.Module, int]:
+    """A model of this size without memory for its weights, and the bytes of a slot in float32."""
+    precision = precision_of("fp32", torch.device("cpu"))
+    with torch.device("meta"):
+        if name.startswith("mar"):
+            mar = create_mar(name)
+            return mar, masked.bytes_per_slot(mar, masked.usual_tokens(mar))
+        if name.startswith("llamagen"):
+            gpt = create_gpt(name)
+            return gpt, bytes_per_slot(gpt, (), precision)
+        model = create_causal(name)
+        return model, causal.bytes_per_slot(model, precision)
+
+
+def main() -> None:
+    rows = []
+    for name in MODELS:
+        model, per_slot = of_model(name)
+        weights = 4 * sum(parameter.numel() for parameter in model.parameters())
+        batches = [f"{(weights + batch * per_slot) / 2**30:.1f}" for batch in BATCHES]
+        rows.append([f"`{name}`", f"{weights / 2**30:.1f}", f"{per_slot / 2**20:.0f} MiB", *batches])
+    content = {
+        "title": "GiB in float32, without the autoencoder: **estimates**, by which an engine refuses a batch that is"
+        " too large. Nothing was measured on the official weights.",
+        "commands": ["python scripts/memory.py"],
+        "commit": (commit_of(Path(__file__)) or "unknown")[:7],
+        "machine": "any: the numbers are computed from the models' shapes",
+        "header": ["model", "weights", "per image", *(f"batch {batch}" for batch in BATCHES)],
+        "rows": rows,
+    }
+    FILE.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
