@@ -464,7 +464,7 @@ def keep(key: Mapping, found: Measured, folder: Path) -> None:
     path = folder / COSTS
     # read again, since another process may have added entries meanwhile
     others = [entry for entry in _entries(path) if entry["key"] != key]
-    entry = {"key": key, "costs": dataclasses.asdict(found)}  # type: ignore[call-overload]
+    entry: dict[str, Any] = {"key": key, "costs": dataclasses.asdict(found)}  # type: ignore[call-overload]
     entry[DIGEST] = digest_of({}, entry)
     with contextlib.suppress(OSError):  # the folder may be read-only: the next run measures again
         folder.mkdir(parents=True, exist_ok=True)

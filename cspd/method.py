@@ -63,6 +63,9 @@ class Method:
             added to the error if tokens are not finite.
         uses: the models that a resolved request needs in addition to the target: "draft", "eagle".
         token_cost: meaning of `Output.token_cost`: head "calls" per token, or which drafts were "accepted".
+        explain: (resolved request, model runner) -> what was chosen and what is predicted of it, in words, or None.
+        audit: (model runner, resolved requests, tokens of their finished images, share) -> what is measured at a share
+            of these tokens, by the names of `cspd.runs.measured_lines`.
     """
 
     name: str
@@ -80,6 +83,8 @@ class Method:
     advice: Callable[[Request], str | None] = lambda request: None
     uses: Callable[[Request], set[str]] = lambda request: set()
     token_cost: str = "accepted"
+    explain: Callable[[Request, Any], str | None] = lambda request, runner: None
+    audit: Callable[[Any, Several[Request], Tensor, float], dict[str, float]] = lambda *finished: {}
 
     def guarantee_of(self, request: Request) -> str:
         """The guarantee of a resolved request."""

@@ -90,7 +90,8 @@ def imagenet() -> ClassNames:
     """ImageNet's 1,000 classes in their usual order: WordNet's names and definitions, from timm."""
     from timm.data import ImageNetInfo  # takes a quarter of a second to read
 
-    return ClassNames(ImageNetInfo().label_descriptions(detailed=True))
+    texts: list[str] = ImageNetInfo().label_descriptions(detailed=True)  # type: ignore[assignment]
+    return ClassNames(texts)
 
 
 NO_NAMES = ClassNames(())
@@ -156,7 +157,8 @@ def save_models(models: Models, folder: str | os.PathLike) -> None:
     # Facts that `cspd.load` cannot read from the shapes of the weights.
     description: dict = {"classes": models.classes.texts} if models.classes.texts else {}
     if models.family == "VQ":
-        description["num_tokens"] = modules["target"].config.block_size
+        target: Any = modules["target"]
+        description["num_tokens"] = target.config.block_size
     write_json(folder / DESCRIPTION, description)
     for name, module in modules.items():
         weights = {}
@@ -209,7 +211,10 @@ def bundled() -> dict[str, Path]:
     for root in BUNDLED_ROOTS:
         if root.is_dir():
             folders = [path for path in sorted(root.iterdir()) if path.is_dir()]
-            return {folder.name: folder for folder in folders}
+            # `pip install ./checkpoints` in a clone leaves others there
+            return {
+                folder.name: folder for folder in folders if not folder.match("*.egg-info") and folder.name != "build"
+            }
     return {}
 
 

@@ -27,7 +27,7 @@ class Option:
 
     Attributes:
         name: of the request's setting, and of the flag (`--num-iter` for "num_iter").
-        kind: int, float or bool, or the words to choose from.
+        kind: int, float, bool or str, or the words to choose from.
         help: its meaning in a few words, for `--help`, the docs and errors.
         default: the value if the request leaves it open; None: the model's default, or decided later.
         implied: the default is left out of resolved requests; the code that reads the option supplies it.
@@ -65,8 +65,8 @@ class Option:
     @property
     def range(self) -> str:
         """The allowed values, in words."""
-        if self.kind is bool:
-            return "True or False"
+        if self.kind in (bool, str):
+            return "True or False" if self.kind is bool else "a text"
         if not isinstance(self.kind, type):
             return ", ".join(self.kind)
         is_bounded = self.high != LARGEST
@@ -93,7 +93,7 @@ class Option:
         wrong = f"{self.name} is missing" if value is None else f"{self.name}={shortened(value)} is invalid"
         kind = "one of "
         if isinstance(self.kind, type):
-            kind = {int: "an integer, ", float: "a number, ", bool: ""}[self.kind]
+            kind = {int: "an integer, ", float: "a number, "}.get(self.kind, "")
         limit = ""
         # The range does not mention the limits of float32 and int32: only a value beyond them needs to know.
         if isinstance(value, (int, float)) and value > self._largest and self.high == LARGEST:
@@ -104,6 +104,8 @@ class Option:
         """Whether a value has the right type and is in range."""
         if not isinstance(self.kind, type):
             return isinstance(value, str) and value in self.kind
+        if self.kind is str:
+            return isinstance(value, str)
         if self.kind is bool or isinstance(value, bool):
             return self.kind is bool and isinstance(value, bool)
         if not isinstance(value, int if self.kind is int else (int, float)):

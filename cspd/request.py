@@ -619,7 +619,8 @@ class RoundStats:
             chain, on some of these tokens, in nats per token, and its standard error; None at temperature 0, where
             both are infinite.
         audit, audit_error: an estimate of `divergence` on this image's own tokens and its standard error, if the
-            request asks for it; None if not finite.
+            request asks for it; of a VQ request with a relaxed rule, of the KL divergence of its tokens' distributions
+            from the target's. None if not finite.
         resample_tries: residual candidates that were tested. fallbacks: how often all candidates were rejected, so that
             the last one was taken.
         seconds: wall time of the rounds by phase; every sequence of a round is charged its full time. "decode" is the

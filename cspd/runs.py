@@ -99,7 +99,18 @@ def _this_process() -> str:
 # The folder of a run of `sample`, `compare`, `tune` or `evaluate`, which resumes if it was interrupted.
 
 # settings that a method may choose: a resumed run that leaves them open has the earlier run's choice
-DECIDED = {"window": int, "head_calls": int, "draft": str, "gamma": int}
+DECIDED = {
+    "window": int,
+    "head_calls": int,
+    "draft": str,
+    "gamma": int,
+    "backbone": str,
+    "denoiser": str,
+    "refreshes": str,
+    "retain": float,
+    "select": str,
+    "null_every": int,
+}
 REMEDY = "give another --out"
 TURN = 60  # seconds that a process of a shared run waits for its turn to claim the folder
 NAMES_SHOWN = 5  # differences, or files, that a message names, at most
@@ -470,8 +481,11 @@ def measured_lines(summary: Mapping) -> list[tuple[str, str, str]]:
         meaning = f"s.d. or more for 1 % of these tokens, and {summary['difference_worst']:.3f} for the worst one"
         lines.append(("worst tokens", f"{summary['difference_worst_percent']:.3f}", meaning))
     if summary.get("audit") is not None:
-        meaning = f"{error_of('audit')}nats per token, of the chains from the full ones, estimated on these images"
+        meaning = f"{error_of('audit')}nats per token, the divergence from baseline sampling, estimated on these images"
         lines.append(("audit", f"{summary['audit']:.3f}", meaning))
+    if summary.get("audit_difference") is not None:
+        meaning = "s.d. of a token (r.m.s.) from an exact one of the same noise, on these images"
+        lines.append(("audit difference", f"{summary['audit_difference']:.3f}", meaning))
     return lines
 
 

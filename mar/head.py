@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -255,7 +256,7 @@ class Head(nn.Module):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
         for layer in (self.time_embed.mlp[0], self.time_embed.mlp[2]):
-            nn.init.normal_(layer.weight, std=0.02)
+            nn.init.normal_(layer.get_parameter("weight"), std=0.02)
         # every block starts as the identity and the head at zero
         for layer in [*self.res_blocks, self.final_layer]:
             nn.init.zeros_(layer.adaLN_modulation[1].weight)
@@ -304,8 +305,9 @@ class ReadyHead:
         self.head = head
         self._enter = _weights(head.input_proj)
         self._blocks = []
-        for block in head.res_blocks:
-            first, _, second = block.mlp
+        for module in head.res_blocks:
+            block = cast("ResBlock", module)
+            first, second = cast("nn.Linear", block.mlp[0]), cast("nn.Linear", block.mlp[2])
             self._blocks.append((*_weights(block.in_ln), *_weights(first), *_weights(second)))
         self.leave = head.final_layer
 
@@ -339,7 +341,7 @@ class ReadyHead:
         return x
 
 
-def _weights(layer: nn.Module) -> tuple[Tensor, Tensor]:
+def _weights(layer: nn.Linear | nn.LayerNorm) -> tuple[Tensor, Tensor]:
     return layer.weight, layer.bias
 
 

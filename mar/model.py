@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -174,7 +175,8 @@ class MAR(nn.Module):
 
     def attention_mask(self, is_there: Tensor) -> Tensor:
         """The mask [B, 1, 1, N] to add to attention scores, 0 or -inf; is_there: bool [B, N]."""
-        dtype = self.encoder_blocks[0].attn.qkv.weight.dtype  # the queries'; another one would be cast in every layer
+        first: Block = self.encoder_blocks[0]  # type: ignore[assignment]
+        dtype = first.attn.qkv.weight.dtype  # the queries'; another one would be cast in every layer
         mask = torch.zeros(is_there.shape, dtype=dtype, device=is_there.device).where(is_there, -math.inf)
         return mask[:, None, None]
 
@@ -191,7 +193,7 @@ class MAR(nn.Module):
         """z [B, L, D] at every position in raster order, or [B, M, D] at `positions`, from the encoder's output."""
         buffer = self.config.buffer_size
         x = self.arrange(encoded, known, is_known)
-        *blocks, last = self.decoder_blocks
+        *blocks, last = cast("list[Block]", list(self.decoder_blocks))
         for block in blocks:
             x = block(x)
         if positions is None:

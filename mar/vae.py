@@ -113,10 +113,9 @@ class Level(nn.Module):
             x = block(x)
             if self.attn:
                 x = self.attn[i](x)
-        if hasattr(self, "downsample"):
-            x = self.downsample(x)
-        if hasattr(self, "upsample"):
-            x = self.upsample(x)
+        for name in ("downsample", "upsample"):
+            if hasattr(self, name):
+                x = self.get_submodule(name)(x)
         return x
 
 

@@ -161,7 +161,8 @@ def test_the_file_is_small_and_has_every_method():
         names = {name.rpartition(" ")[0] for name in file.keys()}
     assert names == {f"{family} {name}" for family, name in cases.CHECKED}
     methods = {(family, name.partition(":")[0]) for family, name in cases.CHECKED}
-    assert methods == {(method.family, method.name) for method in METHODS if method.family != "causal"}
+    others = {("MAR", "budget")}  # whose plan depends on the device
+    assert methods | others == {(method.family, method.name) for method in METHODS if method.family != "causal"}
     assert cases.RECORD.stat().st_size < 2**20 and set(cases.SMOKE) <= set(cases.CHECKED)
 
 

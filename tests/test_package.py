@@ -64,6 +64,13 @@ def test_a_model_of_the_other_package_is_named_if_it_is_missing(monkeypatch, tmp
         bundled_folder("emoji64")
 
 
+def test_folders_that_an_installation_left_are_no_models(monkeypatch, tmp_path):
+    for name in ("own", "build", "cspd_models.egg-info"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(models, "BUNDLED_ROOTS", (tmp_path,))
+    assert list(bundled()) == ["own"]
+
+
 def test_env_prints_versions_the_device_and_the_models(capsys):
     assert main(["env"]) == 0
     shown = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())

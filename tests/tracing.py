@@ -15,6 +15,7 @@ QUICK = {  # values of options by family, then of methods that take no such valu
     "VQ": {"window": 6, "gamma": 2},
     "causal": {"num_sampling_steps": 4, "head_calls": 4, "window": 2},
     "MAR gtr": {"num_iter": 4},
+    "MAR budget": {"budget": 0.0},
     "VQ speculative": {"draft": "jacobi"},
     "VQ sjd-pac": {"pd_k": 2, "pd_d": 2},
 }

@@ -381,15 +381,15 @@ numbers vary by chance.
 """
     # the search sets the method, but requests are made from the same attributes as in other commands
     parser.set_defaults(method=None)
-    group = parser.add_argument_group("limits (one of them)").add_mutually_exclusive_group()
+    limits = parser.add_argument_group("limits (one of them)").add_mutually_exclusive_group()
     text = (
         "how much worse than baseline sampling the images may be in fid, is (Inception score) or accuracy (fraction"
         " recognised by the classifier), or in several of them with commas (default: fid=2%%)"
     )
-    group.add_argument("--tolerance", type=tolerance, metavar="LIST", help=text)
+    limits.add_argument("--tolerance", type=tolerance, metavar="LIST", help=text)
     text = "only methods that are exact, or measured to be at most D nats per token from baseline sampling"
-    group.add_argument("--divergence", type=nats, metavar="D", help=text)
-    group.add_argument("--exact", action="store_true", help="only methods with the distribution of baseline sampling")
+    limits.add_argument("--divergence", type=nats, metavar="D", help=text)
+    limits.add_argument("--exact", action="store_true", help="only methods with the distribution of baseline sampling")
     group = parser.add_argument_group("search")
     text = f"{CLASSES_HELP} (default: 0-9)"
     group.add_argument("--labels", type=label_list, metavar="LIST", default="0-9", help=text)
@@ -552,6 +552,11 @@ def _merge(parser: Parser) -> None:
     text = "write WebDataset tars of 1,000 PNGs with their settings (pip install 'cspd[webdataset]')"
     group.add_argument("--tar", type=word, metavar="FOLDER", help=text)
     _add_path(group, "--npz", "FILE", "write an .npz for ADM's evaluator")
+    text = "write the folder that GenEval's scorer reads; needs --prompts evaluation_metadata.jsonl"
+    group.add_argument("--geneval", type=word, metavar="FOLDER", help=text)
+    text = "write the folder that DPG-bench's scorer reads; needs --prompts with the folder of its prompts"
+    group.add_argument("--dpg", type=word, metavar="FOLDER", help=text)
+    _add_path(group, "--prompts", "PATH", "the prompts of the run, for --geneval and --dpg")
 
 
 def _verify(parser: Parser) -> None:
@@ -773,10 +778,11 @@ def _argument(same_name: list[Use], several: bool) -> dict:
     if option.kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if isinstance(option.kind, type):
-        parse = {int: number_list, float: float_list}[option.kind] if several else option.kind
+        parse = {int: number_list, float: float_list}.get(option.kind, option.kind) if several else option.kind
         return {"type": parse, "metavar": option.metavar or option.name.upper()}
     # which words a method accepts is checked with the request
-    words = list(dict.fromkeys(word for use in same_name for word in use.option.kind))
+    kinds = [use.option.kind for use in same_name]
+    words = list(dict.fromkeys(word for kind in kinds if not isinstance(kind, type) for word in kind))
     return {"type": word_list(words), "metavar": ",".join(words)} if several else {"choices": words}
 
 

@@ -39,8 +39,11 @@ def run_methods(args: argparse.Namespace) -> None:
 
 # The prompts of --prompts FILE, and the classes of --labels.
 
-FORMS = "--prompts takes a file with one prompt per line, or .json: a list of prompts, or captions in COCO's format"
-OTHER_FORMATS = (".jsonl", ".csv", ".tsv")  # their lines are not prompts
+FORMS = (
+    "--prompts takes a file with one prompt per line, or .json: a list of prompts, or captions in COCO's format; or"
+    " .jsonl: a prompt in each line; or a folder of .txt files"
+)
+OTHER_FORMATS = (".csv", ".tsv")  # their lines are not prompts
 COCO_NAME = re.compile(r"(?:COCO_\w+_)?(\d+)")  # image names: COCO_val2014_000000000139, 000000000139, 139
 COCO_DIGITS = 12  # COCO pads numbers to this length
 COCO = {"annotations": [{"image_id": (int, str), "caption": str}]}
@@ -56,6 +59,8 @@ def read_prompts(path: Path, images: Sequence[Path] = ()) -> list[str]:
         OSError: the file cannot be read.
         ValueError: the file is empty or has another format, or a prompt is blank or damaged.
     """
+    if path.is_dir():
+        return [" ".join(read_prompts(file)) for file in text_files(path)]
     try:
         content = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
@@ -65,7 +70,9 @@ def read_prompts(path: Path, images: Sequence[Path] = ()) -> list[str]:
     suffix = path.suffix.lower()
     if suffix in OTHER_FORMATS:
         raise ValueError(f"{path}: {suffix} files are not supported: {FORMS}")
-    if suffix == ".json":
+    if suffix == ".jsonl":
+        content = f"[{','.join(content.splitlines())}]"
+    if suffix in (".json", ".jsonl"):
         prompts = _prompts_of_json(path, content, images)
     else:
         # not splitlines(), which also splits at characters that editors do not take for a line's end
@@ -80,6 +87,14 @@ def read_prompts(path: Path, images: Sequence[Path] = ()) -> list[str]:
     return [prompt.strip() for prompt in prompts]
 
 
+def text_files(folder: Path) -> list[Path]:
+    """The .txt files of a folder by name. Raises ValueError if there is none."""
+    files = sorted(folder.glob("*.txt"))
+    if not files:
+        raise ValueError(f"{folder} has no .txt files: {FORMS}")
+    return files
+
+
 def _prompts_of_json(path: Path, content: str, images: Sequence[Path]) -> list[str]:
     try:
         found = parse_json(content)
@@ -90,7 +105,7 @@ def _prompts_of_json(path: Path, content: str, images: Sequence[Path]) -> list[s
     wrong = misfit(prompts, [str]) if is_list else misfit(found, COCO)
     if wrong:
         raise ValueError(f"{path}: unexpected value at {wrong}: {FORMS}")
-    return prompts if is_list else _first_captions(path, found["annotations"], images)
+    return prompts if is_list else _first_captions(path, found["annotations"], images)  # type: ignore[return-value]
 
 
 def _prompt_of(entry: object) -> object:
@@ -108,16 +123,16 @@ def _first_captions(path: Path, annotations: list[dict], images: Sequence[Path])
     for annotation in annotations:
         number = str(annotation["image_id"]).zfill(COCO_DIGITS)
         captions.setdefault(number, annotation["caption"])
-    own = []
+    own: list[str] = []
     for image in images:
         name = COCO_NAME.fullmatch(image.stem)
         number = name[1] if name else ""
         caption = captions.get(number.zfill(COCO_DIGITS))
-        # shorter numbers may be names of any images
-        if caption is None and len(number) == COCO_DIGITS:
+        if caption is not None:
+            own.append(caption)
+        elif len(number) == COCO_DIGITS:  # shorter numbers may be names of any images
             raise ValueError(f"{path} has no caption for {image.name}: pass the file with the captions of these images")
-        own.append(caption)
-    if None in own or not own:
+    if len(own) < len(images) or not own:
         return list(captions.values())
     return own
 
@@ -127,13 +142,14 @@ def class_numbers(labels: Iterable[Label], engine: Engine) -> list[int]:
 
     Raises ValueError on an unknown name, and on None: the commands that measure images need their classes.
     """
-    numbers = []
+    numbers: list[int] = []
     for label in labels:
         if label is None:
             raise ValueError(
                 "--labels none: only `cspd sample` generates unconditional images: remove none from the list"
             )
-        numbers.append(engine.check(Request(label)).label if isinstance(label, str) else label)
+        number: Any = engine.check(Request(label)).label if isinstance(label, str) else label
+        numbers.append(number)
     return numbers
 
 

@@ -39,7 +39,7 @@ from cspd.evaluation.run import (
     shards_store,
 )
 from cspd.files import Remote, append_json, parse_json, place_of, without_none, write_bytes
-from cspd.method import Prepared
+from cspd.method import Prepared, method_of
 from cspd.plots import grid, token_cost_grid, usual_columns
 from cspd.request import Inpainting, Output, Request, Resized, cropping, placed, png_of, to_pil
 from cspd.runs import (
@@ -63,6 +63,7 @@ from cspd.terminal import API_KEY, if_stopped
 SCHEMA = "cspd.samples/1"
 JOURNAL = "samples.journal"  # one line of JSON for each image since the record was written
 SHAPE = {"settings": dict, "images": [{"index": int, "request": dict, "stats": dict}]}  # of the record
+AUDITED = 100  # images for each one whose tokens are audited, if the method has an audit
 GRID_LIMIT = 400  # maximum number of images in the grid
 DRAFT_COUNTS = ("by_lag", "by_step", "by_rank")  # statistics of which the record has only the sums: they are long
 
@@ -122,6 +123,7 @@ def sample_to_folder(
         record["images"] = sorted([*record["images"], *new.entries], key=lambda entry: entry["index"])
         summary = summary_of([entry["stats"] for entry in record["images"]], len(todo), new.seconds)
         summary["window"] = prepared[0].request.window
+        summary |= _audit(engine, new.audited, len(todo))
         summary["judged_and_accepted"] = new.draft_counts
         record["summary"] = summary
         store.save(_without_nulls(record))
@@ -199,6 +201,7 @@ class Generated(NamedTuple):
         draft_counts: [verified, accepted] drafts, summed over the images; each a list as in `RoundStats`.
         seconds: wall time. capture_seconds: the part spent capturing CUDA graphs.
         seconds_between_rounds: the part spent decoding and writing images while no round ran.
+        audited: some of the finished images.
     """
 
     entries: list[dict]
@@ -206,6 +209,7 @@ class Generated(NamedTuple):
     seconds: float
     capture_seconds: float
     seconds_between_rounds: float
+    audited: list[Output]
 
 
 def _generate(
@@ -221,6 +225,7 @@ def _generate(
     """Generates and writes the images with the indices `todo`."""
     entries = []
     draft_counts: dict[str, list] = {}
+    audited = []
     writing = 0.0
     captured = engine.graphs.seconds
     start = time.perf_counter()
@@ -228,6 +233,8 @@ def _generate(
         finished = time.perf_counter()
         index = todo[k]
         stats = output.stats.to_dict()
+        if k % AUDITED == 0:
+            audited.append(output)
         # the long counts are summed over the images; everything else is recorded per image
         for name in DRAFT_COUNTS:
             counts = stats.pop(name)
@@ -254,7 +261,21 @@ def _generate(
     # later rounds, except for the last batch.
     decoding = [entry["stats"]["seconds"]["decode"] for entry in entries]
     waiting = decoding[-1] if engine.device.type == "cuda" and decoding else sum(set(decoding))
-    return Generated(entries, draft_counts, seconds, engine.graphs.seconds - captured, writing + waiting)
+    return Generated(entries, draft_counts, seconds, engine.graphs.seconds - captured, writing + waiting, audited)
+
+
+def _audit(engine: Engine, finished: Sequence[Output], num: int) -> dict:
+    """What the method says of its choices and, measured on some of the `num` new images, of its divergence.
+
+    An image in `AUDITED` is audited whole; of a shorter run, as small a part of one image.
+    """
+    if not finished:
+        return {}
+    request = finished[0].request
+    method, runner = method_of(request), engine.runners[str(request.family)]
+    plan = {"plan": method.explain(request, runner)}
+    tokens = torch.stack([output.tokens for output in finished])
+    return plan | method.audit(runner, [output.request for output in finished], tokens, min(1.0, num / AUDITED))
 
 
 def _sum(total: list[list], counts: list[list]) -> list[list]:
@@ -377,8 +398,10 @@ def tell(engine: Engine, checked: Prepared, record: dict, out: Path, heatmap: bo
     summary = record["summary"]
     num = record["requests"]
     _print_costs(summary, num)
+    if summary.get("plan"):
+        print(f"plan: {summary['plan']}")
     # only methods that choose the window themselves can give a reason for it
-    if summary["window"] is not None and checked.request.window is None:
+    elif summary["window"] is not None and (checked.request.window is None or checked.method.name == "speculative"):
         why = engine.runners[checked.method.family].tuning.why(checked.request, engine.num_slots)
         print(f"window {summary['window']}: {why}")
     if heatmap:

@@ -107,8 +107,8 @@ COLUMNS = [
         "audit",
         "audit",
         ".3f",
-        "KL divergence of its chains from the full ones, with the same conditions, on these images{interval}; nats per"
-        " token.",
+        "KL divergence of its tokens' chains or, of VQ models, of its tokens' distributions from those of baseline"
+        " sampling with the same conditions, on these images{interval}; nats per token.",
     ),
     Column(
         "pixel_difference",

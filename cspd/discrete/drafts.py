@@ -18,6 +18,7 @@ from cspd.device import Report, send_integers
 from cspd.discrete.batch import MOST_NODES, Batch, by_slot, packed, unpacked
 from cspd.discrete.prices import Verification, audited, num_draws
 from cspd.discrete.rules import (
+    DIALS,
     MIXED,
     Rule,
     coupling_option,
@@ -413,6 +414,19 @@ def by_budget(request: Request, runner: VQRunner) -> Request:
     return request if request.budget is None else request.but(**runner.tuning.dial(request))
 
 
+def explain(request: Request, runner: VQRunner) -> str | None:
+    """What the budget of a resolved request chose, and the price that is predicted; None without a budget."""
+    if request.budget is None:
+        return None
+    chosen = f"budget {request.budget:g}: rule {request.rule}"
+    if request.rule == "exact":
+        return chosen
+    name, _ = DIALS[request.rule]
+    price = runner.tuning.price(request)
+    predicted = f"predicted {price.nats:.3g} +- {price.error:.2g} nats per token"
+    return f"{chosen}, {name}={getattr(request, name):g}; {predicted}"
+
+
 def drafting(
     name: str,
     summary: str,
@@ -442,6 +456,7 @@ def drafting(
         mixed=lambda request: MIXED,
         check=check,
         resolve=by_budget,
+        explain=explain,
         of_request=lambda request: rule_of(request).guarantee,
         uses=lambda request: {DRAFTS[request.draft].needs} - {None},
     )

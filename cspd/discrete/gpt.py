@@ -354,10 +354,11 @@ def sample_published(
     values = torch.zeros(shape, device=device)
     codes = torch.empty(len(labels), config.block_size, dtype=torch.int64, device=device)
 
-    inputs = model.cls_embedding.embedding_table(classes).unsqueeze(1)
+    embedding = model.cls_embedding.get_submodule("embedding_table")
+    inputs = embedding(classes).unsqueeze(1)
     for i in range(config.block_size):
         position = torch.full((len(classes), 1), i, device=device)
-        cache = CacheView(keys, values, rows, position, i + 1)
+        cache = CacheView(keys.unbind(), values.unbind(), rows, position, i + 1)
         everything = torch.ones(1, 1, 1, i + 1, dtype=torch.bool, device=device)
         features = model.features(inputs, position, everything, cache)
         logits = model.output(features)[:, 0].float()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cspd.discrete.batch import MOST_NODES, Batch
-from cspd.discrete.drafts import Drafted, by_budget, check_rule, commit, near_of, outcome, price, run
+from cspd.discrete.drafts import Drafted, by_budget, check_rule, commit, explain, near_of, outcome, price, run
 from cspd.discrete.prices import Verification
 from cspd.discrete.rules import (
     MIXED,
@@ -568,5 +568,6 @@ def jacobi(
         mixed=lambda request: MIXED,
         check=check,
         resolve=by_budget,
+        explain=explain,
         of_request=lambda request: rule_of(request).guarantee,
     )

@@ -271,9 +271,10 @@ class TextEncoder:
 
             try:
                 tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
-                encoder, report = T5EncoderModel.from_pretrained(
+                loaded: Any = T5EncoderModel.from_pretrained(
                     self.folder, local_files_only=True, output_loading_info=True
                 )
+                encoder, report = loaded
             except Exception as error:  # a damaged file can fail anywhere in the readers
                 raise CheckpointError(f"{self.folder}: cannot be read as a T5 encoder ({error}): {SOURCE}") from error
         if report["missing_keys"]:

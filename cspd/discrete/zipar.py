@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from cspd.discrete.drafts import count_round, finished, launch
 from cspd.discrete.rules import MIXED, sample
 from cspd.discrete.runner import VQRunner
 from cspd.method import Method
-from cspd.noise import Integers
 from cspd.option import Option, check_integer
 from cspd.request import Request, Sequence, Stopwatch
 from cspd.transformer import steps
@@ -75,7 +74,10 @@ def nodes_of(num_committed: Tensor, side: int, lag: int) -> Nodes:
     return Nodes(first, offset, torch.cat([no, is_there], 1), torch.cat([no, has_proxy], 1), seen_of(sees))
 
 
-def num_decoded(num_committed: Integers, side: int, lag: int) -> Integers:
+Count = TypeVar("Count", int, Tensor)
+
+
+def num_decoded(num_committed: Count, side: int, lag: int) -> Count:
     """By how much a round moves the first missing token: past the tokens of the next row if it ends a row."""
     row, column = num_committed // side, num_committed % side
     ends = (column == side - 1) & (row > 0) & (row < side - 1)

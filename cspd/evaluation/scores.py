@@ -296,7 +296,10 @@ def _radii_without(features: Tensor, part: Tensor | None, num_parts: int) -> lis
     """The distance [N] of each image's third neighbour: among all images, and among those outside each part."""
     distances, indices = _nearest(features, NEIGHBOURS + 1 + SPARE)
     radii = [distances[:, NEIGHBOURS]]
+    if part is None:
+        return radii
     for i in range(num_parts):
+        assert part is not None  # there are parts
         is_left = part[indices] != i
         # the last of them if so many neighbours are in the part
         position = (is_left.cumsum(1) <= NEIGHBOURS).sum(1).clamp(max=indices.shape[1] - 1)

@@ -272,7 +272,7 @@ def _checked() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {"MAR": ["lazymar:denoiser=calibrated"], "VQ": []}
     chosen = {"MAR": "speculative:window=8", "VQ": "speculative:window=8:draft=jacobi"}
     for method in METHODS:
-        if method.family not in found:
+        if method.family not in found or method.name == "budget":  # its plan depends on the device
             continue
         found[method.family].append(chosen[method.family] if method.name == "speculative" else method.name)
     return found

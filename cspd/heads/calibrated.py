@@ -214,10 +214,15 @@ def make_segments(
             base=torch.as_tensor(base, dtype=torch.float32, device=device).view(-1, 1, 1),
             slope=torch.as_tensor(slope, dtype=torch.float32, device=device).view(-1, 1, 1),
             mix=torch.as_tensor(mix, dtype=torch.float32, device=device),
-            is_full=i < 2 or i == len(steps) - 1 or i % null_every == 0,
+            is_full=is_full_call(i, len(steps), null_every),
         )
         segments.append(segment)
     return segments
+
+
+def is_full_call(i: int, num_calls: int, null_every: int) -> bool:
+    """Whether call i of a plan, from 0, evaluates the unconditional branch too, see `make_segments`."""
+    return i < 2 or i == num_calls - 1 or i % null_every == 0
 
 
 def _tables(k: np.ndarray, s: Schedule, predictor: Predictor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -319,13 +320,18 @@ def trace(
     parts: list[Trace] = []
     num_rounds = len(runner.num_masked(batch[0].request))
     share = 1 / (num_rounds * request.num_sampling_steps)
-    traced = functools.partial(_traced, parts, lambda: advance(share))
+    denoise = functools.partial(traced, parts, lambda: advance(share))
     for _ in range(num_rounds):
-        run_plain_round(runner, batch, watch, denoise=traced)
+        run_plain_round(runner, batch, watch, denoise=denoise)
+    return joined(parts)
+
+
+def joined(parts: Several[Trace]) -> Trace:
+    """One trace of the tokens of several."""
     return Trace(*(torch.cat(of_all, dim=max(0, of_all[0].dim() - 2)) for of_all in zip(*parts)))  # over the tokens
 
 
-def _traced(
+def traced(
     parts: list[Trace], advance: Callable[[], None], runner: ContinuousRunner, model: str, rows: Rows, z: Tensor
 ) -> Denoised:
     """Denoises an iteration's rows, adds their chains to `parts`, and calls `advance` at each step."""

@@ -227,7 +227,12 @@ class Tuning(DraftChooser):
         target, draft: the models. device, precision, compiled, graphs: how they run.
         make_runner: makes a model runner of one model, whose samples the drafts are fitted to.
         cache: a folder to look for calibrations in, before the user's cache folder.
+
+    Attributes:
+        planner: plans the method `budget`, if the family has it.
     """
+
+    planner: Any = None
 
     def __init__(
         self,
@@ -341,6 +346,10 @@ class Calibrations:
     def shortcut(self, request: Request) -> Shortcut:
         """The shortcut for a resolved request's guidance, temperature, T, head_calls and null_every."""
         return self._cache.get(Shortcut, self._settings(request, Shortcut), lambda: self._fit_shortcut(request))
+
+    def cached(self, request: Request, kind: type[Kind], own: Mapping, make: Callable[[], Kind]) -> Kind:
+        """Other arrays that depend on a request's chains and on the settings `own`: from the cache, or made."""
+        return self._cache.get(kind, {**self._of_chains(request), **own}, make)
 
     def segments(self, request: Request) -> list[Segment]:
         """The segments of a request's shortcut, on the device."""

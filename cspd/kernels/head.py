@@ -286,7 +286,8 @@ def enter(
     shift, scale, _ = modulation
     num_rows, width = len(tokens), shift.shape[-1]
     stream = tokens.new_empty(num_rows, width, dtype=torch.float32)
-    hidden = tokens.new_empty(len(shift), num_rows, width, dtype=block.mlp[0].weight.dtype)
+    wide: nn.Linear = block.mlp[0]  # type: ignore[assignment]
+    hidden = tokens.new_empty(len(shift), num_rows, width, dtype=wide.weight.dtype)
     size, num_warps = block_of(width)
     launch(
         _enter_kernel,
@@ -364,7 +365,8 @@ def between(
     check_dense(update=update)
     shift, scale, _ = modulation
     following = torch.empty_like(update, dtype=torch.float32)
-    hidden = torch.empty_like(update, dtype=block.mlp[0].weight.dtype)
+    wide: nn.Linear = block.mlp[0]  # type: ignore[assignment]
+    hidden = torch.empty_like(update, dtype=wide.weight.dtype)
     branches, num_rows, width = update.shape
     size, num_warps = block_of(width)
     launch(

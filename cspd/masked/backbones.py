@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import math
 from collections.abc import Callable
@@ -21,8 +22,9 @@ from cspd.masked.runner import MARRunner
 from cspd.method import as_it_is, nothing_more
 from cspd.option import Option
 from cspd.request import Request, Sequence
+from cspd.terminal import number_list
 from mar.head import filled
-from mar.model import MAR, PAD_TO, attend, following, keys_values
+from mar.model import MAR, PAD_TO, Block, attend, following, keys_values
 
 # A backbone is a function (runner, batch, rows) -> z float32 [G, R, D], G = 2 (unconditional branch second) if the
 # batch is guided. `full_conditions` evaluates the whole transformer. A backbone with a name (`@backbone`) can be chosen
@@ -63,8 +65,9 @@ def backbone(name: str, **attributes: Any) -> Callable[[Conditions], Conditions]
 #
 # * in the encoder: the buffer and the newly committed tokens, over the cached keys and values of all committed ones;
 # * in the decoder: all positions up to the keys and values of one layer (`selecting_layer`). It selects the positions
-#   whose values changed most since the last evaluation. The later layers compute only these, the newly committed
-#   tokens and the tokens to predict, over the cached keys and values of all positions.
+#   whose values changed most since the last evaluation; or, as MARché does (arXiv 2506.12035), those that the newly
+#   committed tokens attend to most. The later layers compute only these, the newly committed tokens and the tokens to
+#   predict, over the cached keys and values of all positions.
 #
 # If every committed token is new and every position is selected, a lazy evaluation is a full one.
 #
@@ -186,8 +189,9 @@ def lazy(
     counts: Several[Several[int]] | Tensor,
     class_embedding: Tensor,
     most: Counts | None = None,
+    select: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Evaluates new tokens and the positions that changed most, over the cache, and updates the cache.
+    """Evaluates new tokens and the selected positions, over the cache, and updates the cache.
 
     Args:
         slots: int64 [B], all different. tokens, order, class_embedding: as in `MAR.forward`.
@@ -195,6 +199,7 @@ def lazy(
             last of them that were not committed at the last evaluation; the tokens after them to predict; and the other
             positions that all of the decoder computes, the new tokens among them.
         most: at least the maximum of each count; then shapes do not depend on tensors.
+        select: the rule, see `SELECT`.
 
     Returns:
         The last block's output [B, M, D] at the positions to predict, and these positions [B, M]; padded at the end.
@@ -203,7 +208,7 @@ def lazy(
         most = Counts(*map(max, zip(*counts)))
     num = Counts(*torch.as_tensor(counts, device=order.device).unbind(1))
     new_entries = _encode_new(model, cache, slots, tokens, order, num, most, class_embedding)
-    return _decode_changed(model, cache, slots, order, num, most, new_entries)
+    return _decode_selected(model, cache, slots, order, num, most, new_entries, select)
 
 
 def _encode_new(
@@ -232,8 +237,9 @@ def _encode_new(
     mask = model.attention_mask(is_committed)
     for layer, block in zip(cache.encoder, model.encoder_blocks):
         normed = block.norm1(x)
-        _write(layer, slots, entries, keys_values(block, normed))
-        x = attend(block, x, normed, layer[slots, :length], mask)
+        own = keys_values(block, normed)
+        _write(layer, slots, entries, own)
+        x = attend(block, x, normed, layer[slots, :length].to(own.dtype), mask)
     encoded = model.decoder_embed(model.encoder_norm(x))
 
     # the decoder's input at the buffer and at the new tokens, in place of the mask token
@@ -244,8 +250,15 @@ def _encode_new(
     return new_entries
 
 
-def _decode_changed(
-    model: MAR, cache: Cache, slots: Tensor, order: Tensor, num: Counts, most: Counts, new_entries: Tensor
+def _decode_selected(
+    model: MAR,
+    cache: Cache,
+    slots: Tensor,
+    order: Tensor,
+    num: Counts,
+    most: Counts,
+    new_entries: Tensor,
+    select: str | None,
 ) -> tuple[Tensor, Tensor]:
     """Decodes all positions up to the selecting layer, and then only the selected ones; returns as `lazy`."""
     buffer = model.config.buffer_size
@@ -263,13 +276,16 @@ def _decode_changed(
     before = cache.decoder[0][slots, :size]
     cache.decoder[0][slots, :size] = own.to(before.dtype)
 
-    # select the tokens to predict, and the positions whose values changed most
+    # select the tokens to predict, and the positions that the rule puts first
     positions, is_padding = stretch(order, num.committed, num.next, filled(most.next))
     num_next = positions.shape[1]
     next_indices = positions + buffer
     next_entries = next_indices.masked_fill(is_padding, padding)
-    similarity = _similarity(own, before, model.config.num_heads)
-    others = _least_similar(similarity, new_entries, next_entries, filled(most.others))
+    if select == "attention":
+        score = -_attention(first, normed, own, new_entries, padding)
+    else:
+        score = _similarity(own, before, model.config.num_heads)
+    others = _lowest(score, new_entries, next_entries, filled(most.others))
     is_padding = torch.arange(others.shape[1], device=order.device) >= num.others.unsqueeze(-1)
     selected = torch.cat([next_indices, others], dim=1)
     selected_entries = torch.cat([next_entries, others.masked_fill(is_padding, padding)], dim=1)
@@ -278,23 +294,24 @@ def _decode_changed(
     x = attend(first, _gathered(x, selected), _gathered(normed, selected), own)
     for layer, block in zip(cache.decoder[1:], later_blocks):
         normed = block.norm1(x)
-        _write(layer, slots, selected_entries, keys_values(block, normed))
+        own = keys_values(block, normed)
+        _write(layer, slots, selected_entries, own)
         if block is later_blocks[-1]:  # its output is needed at the tokens to predict only
             x, normed = x[:, :num_next], normed[:, :num_next]
-        x = attend(block, x, normed, layer[slots, :size])
+        x = attend(block, x, normed, layer[slots, :size].to(own.dtype))
     return x[:, :num_next], positions
 
 
-def _least_similar(similarity: Tensor, new_entries: Tensor, next_entries: Tensor, most: int) -> Tensor:
-    """The `most` entries of smallest similarity [B, N], the smallest first; all of them if N is smaller.
+def _lowest(score: Tensor, new_entries: Tensor, next_entries: Tensor, most: int) -> Tensor:
+    """The `most` entries of smallest score [B, N], the smallest first; all of them if N is smaller.
 
     New tokens come first. Tokens to predict come last, since they are selected anyway.
     """
-    size = similarity.shape[1]
-    similarity = F.pad(similarity, (0, 1))  # one more entry, for padding
-    similarity = similarity.scatter(1, new_entries, -torch.inf)
-    similarity = similarity.scatter(1, next_entries, torch.inf)
-    return similarity[:, :size].topk(min(most, size), largest=False).indices
+    size = score.shape[1]
+    score = F.pad(score, (0, 1))  # one more entry, for padding
+    score = score.scatter(1, new_entries, -torch.inf)
+    score = score.scatter(1, next_entries, torch.inf)
+    return score[:, :size].topk(min(most, size), largest=False).indices
 
 
 def _gathered(x: Tensor, entries: Tensor) -> Tensor:
@@ -305,6 +322,22 @@ def _gathered(x: Tensor, entries: Tensor) -> Tensor:
 def _write(layer: Tensor, slots: Tensor, entries: Tensor, values: Tensor) -> None:
     """Writes values [B, M, D] to the entries [B, M] of slots [B]."""
     layer[slots.unsqueeze(-1), entries] = values.to(layer.dtype)
+
+
+def _attention(block: Block, normed: Tensor, own: Tensor, new_entries: Tensor, padding: int) -> Tensor:
+    """How much the new tokens attend to each position in a block [B, N]: the sum over these tokens and the heads.
+
+    Args:
+        normed: the block's normalised input [B, N, D]. own: its keys and values [B, N, 2D].
+        new_entries: int64 [B, M]; `padding` for those that do not exist.
+    """
+    attn, dim = block.attn, normed.shape[-1]
+    is_new = new_entries != padding
+    queries = _gathered(normed, new_entries.clamp(max=normed.shape[1] - 1))
+    q = F.linear(queries.to(attn.qkv.weight.dtype), attn.qkv.weight[:dim], attn.qkv.bias[:dim])
+    q, k = (each.unflatten(-1, (attn.num_heads, -1)).float() for each in (q, own[..., :dim]))
+    scores = torch.einsum("bmhd,bnhd->bhmn", q, k) / math.sqrt(q.shape[-1])
+    return (scores.softmax(-1) * is_new[:, None, :, None]).sum((1, 2))
 
 
 def _similarity(own: Tensor, before: Tensor, num_heads: int) -> Tensor:
@@ -341,6 +374,27 @@ RETAIN = Option(
     high=1,
     metavar="FRACTION",
 )
+SELECT = Option(
+    "select",
+    ("change", "attention"),
+    "positions that the deeper decoder layers compute: those whose values changed most, or those that newly committed"
+    " tokens attend to most (MARché, arXiv 2506.12035)",
+    default="change",
+    implied=True,
+)
+KEPT = Option(
+    "kept",
+    ("full", "half"),
+    "precision of cached keys and values: as computed, or bfloat16, which takes half of the memory of float32",
+    default="full",
+    implied=True,
+)
+REFRESHES = Option(
+    "refreshes",
+    str,
+    "the iterations, from 0, that evaluate the full transformer, in place of refresh and warmup: such as 0-4,9,18",
+    metavar="LIST",
+)
 REUSE_NULL = Option(
     "reuse_null",
     bool,
@@ -357,7 +411,7 @@ class Caches:
     """The caches of sequences, in slots. Requests that need caches of the same shape share them, in different slots.
 
     Attributes:
-        shape: the requests that they serve, see `_shape`.
+        shape: of the requests that they serve, see `_shape`.
         num_branches: 2 if the unconditional branch has its own cache. cache: of the transformer, branches x slots.
         distance: float32 [slots, L + 1, D], the unconditional branch's last hidden state minus the conditional one, by
             position, with an entry for padding; None if it is not reused.
@@ -367,8 +421,8 @@ class Caches:
     def __init__(self, runner: MARRunner, request: Request) -> None:
         model, num_slots = runner.target, runner.num_slots
         self.shape = _shape(request)
-        self.num_branches, has_distance = self.shape
-        self.cache = Cache.empty(model, self.num_branches * num_slots, runner.precision.dtype, runner.device)
+        self.num_branches, has_distance, _ = self.shape
+        self.cache = Cache.empty(model, self.num_branches * num_slots, _kept_as(runner, request), runner.device)
         self.distance = None
         if has_distance:
             self.distance = torch.zeros(num_slots, runner.seq_len + 1, model.config.embed_dim, device=runner.device)
@@ -380,17 +434,24 @@ class Caches:
         return torch.cat([slots + branch * num_slots for branch in range(self.num_branches)])
 
 
-def _shape(request: Request) -> tuple[int, bool]:
-    """(number of branches with a cache of the transformer, whether the unconditional branch's distance is cached)."""
+def _shape(request: Request) -> tuple[int, bool, bool]:
+    """(number of branches with a cache of the transformer, whether the unconditional branch's distance is cached,
+    whether keys and values are cached in half precision)."""
+    is_half = request.kept == "half"
     if not request.guided:
-        return 1, False
-    return (1, True) if request.reuse_null else (2, False)
+        return 1, False, is_half
+    return (1, True, is_half) if request.reuse_null else (2, False, is_half)
+
+
+def _kept_as(runner: MARRunner, request: Request) -> torch.dtype:
+    """The type of cached keys and values."""
+    return torch.bfloat16 if request.kept == "half" else runner.precision.dtype
 
 
 def bytes_per_slot(runner: MARRunner, request: Request) -> int:
     """Bytes of the caches that a slot adds."""
-    num_branches, has_distance = _shape(request)
-    total = num_branches * cache_bytes(runner.target, runner.precision.dtype)
+    num_branches, has_distance, _ = _shape(request)
+    total = num_branches * cache_bytes(runner.target, _kept_as(runner, request))
     if has_distance:
         total += 4 * (runner.seq_len + 1) * runner.config.embed_dim
     return total
@@ -404,19 +465,49 @@ def resolve(request: Request, runner: MARRunner) -> Request:
     return request
 
 
+def check(request: Request, runner: MARRunner) -> None:
+    """Raises ValueError unless `refreshes` lists iterations, 0 among them."""
+    if request.refreshes is None:
+        return
+    try:
+        iterations = number_list(request.refreshes)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"refreshes: {error}") from None
+    if iterations[0] != 0:
+        raise ValueError(f"refreshes={request.refreshes!r} must begin with 0: there is no cache before it")
+
+
+@functools.lru_cache(maxsize=1024)
+def full_iterations(refreshes: str | None, warmup: int, refresh: int, num_iter: int) -> tuple[bool, ...]:
+    """Whether each iteration evaluates the full transformer, see the options."""
+    if refreshes is not None:
+        listed = set(number_list(refreshes))
+        return tuple(iteration in listed for iteration in range(num_iter))
+    return tuple(iteration < warmup or (iteration - warmup) % refresh == 0 for iteration in range(num_iter))
+
+
+def _full_iterations(request: Request) -> tuple[bool, ...]:
+    return full_iterations(request.refreshes, request.warmup, request.refresh, request.num_iter)
+
+
 def kind(request: Request, iteration: int) -> str:
     """The evaluation of an iteration, from 0: "full", "refresh" (full, and cached), or "lazy"."""
-    since_warmup = iteration - request.warmup
-    if since_warmup < 0:
-        return "full"
-    if since_warmup % request.refresh:
+    is_full = _full_iterations(request)
+    if not is_full[iteration]:
         return "lazy"
-    is_last = iteration + 1 == request.num_iter
-    is_cache_read = request.refresh > 1 and not is_last
-    return "refresh" if is_cache_read else "full"
+    following = is_full[iteration + 1 : iteration + 2]
+    return "full" if all(following) else "refresh"  # no cache is needed before a full one, or at the end
 
 
-@backbone("cached", options=(REFRESH, WARMUP, RETAIN, REUSE_NULL), resolve=resolve)
+def until_refresh(request: Request, iteration: int) -> int:
+    """The number of iterations from this one to the next that evaluates the full transformer, or to the end."""
+    later = _full_iterations(request)[iteration + 1 :]
+    return 1 + (later.index(True) if True in later else len(later))
+
+
+@backbone(
+    "cached", options=(REFRESH, WARMUP, RETAIN, SELECT, KEPT, REUSE_NULL, REFRESHES), check=check, resolve=resolve
+)
 def conditions(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
     """z of the rows [G, R, D], as `MARRunner.conditions` or an approximation of it (arXiv 2503.12450)."""
     kinds = np.array([kind(sequence.request, sequence.iteration) for sequence in batch])
@@ -448,7 +539,7 @@ def _refresh_batch(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tens
     # the unconditional branch's distance is needed for every token that is predicted before the next refresh
     committed_later = []
     for sequence in batch:
-        num_iterations = 1 if caches.distance is None else sequence.request.refresh
+        num_iterations = 1 if caches.distance is None else until_refresh(sequence.request, sequence.iteration)
         committed_later.append(_committed_after(sequence, num_iterations, runner.seq_len))
     num_ahead = np.array(committed_later) - committed
 
@@ -502,18 +593,19 @@ def _lazy_batch(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
     sizes = [runner.graphs.size(filled(most)) for most in most_others]
     most = Counts(runner.target.padded(most_committed), *sizes)
 
-    evaluate = functools.partial(_lazy_slots, runner, caches, most)
+    select = batch[0].request.select
+    evaluate = functools.partial(_lazy_slots, runner, caches, most, select)
     # the evaluation reads these values before it overwrites them: a captured graph must restore them
     changed = caches.cache.decoder[0]
     numbers = send_integers(runner.padded_batch([slots, *counts.T]), runner.device)
-    z = runner.graphs.run(("lazy", caches, most), evaluate, numbers, state=[changed])
+    z = runner.graphs.run(("lazy", caches, most, select), evaluate, numbers, state=[changed])
     for sequence in batch:
         sequence.stats.lazy_backbone_calls += 1
     caches.committed[slots] = rows.committed
     return z[:, rows.sequence, rows.offset]
 
 
-def _lazy_slots(runner: MARRunner, caches: Caches, most: Counts, numbers: Tensor) -> Tensor:
+def _lazy_slots(runner: MARRunner, caches: Caches, most: Counts, select: str | None, numbers: Tensor) -> Tensor:
     """z [G, B, M, D] of the next tokens, by `lazy`; numbers: int64 [5, B], slots and the four counts."""
     num_branches = caches.num_branches
     slots, *counts = numbers
@@ -521,7 +613,7 @@ def _lazy_slots(runner: MARRunner, caches: Caches, most: Counts, numbers: Tensor
     tokens, order, embedding = runner.inputs("target", slots, num_branches)
     model = runner.precision.prepare(runner.target)
     with runner.precision.fast():
-        x, positions = lazy(model, caches.cache, caches.slots(slots), tokens, order, counts, embedding, most)
+        x, positions = lazy(model, caches.cache, caches.slots(slots), tokens, order, counts, embedding, most, select)
     x = x.unflatten(0, (num_branches, -1))
     positions = positions[: len(slots)]  # the same in each branch
     if caches.distance is not None:

@@ -110,6 +110,7 @@ def _denoise(
 ) -> tuple[Paths, Denoised]:
     """Draws rows with a model's head by the request's chains: their paths, and their costs."""
     made = DENOISERS[request.chains].denoise(runner, model, rows, z, index=index, densities=True)
+    assert made.log_sigma is not None and made.log_sigma_last is not None  # densities=True
     return Paths(made.tokens, made.log_sigma, made.log_sigma_last), made
 
 
@@ -222,7 +223,9 @@ def _target_conditions(runner: MARRunner, batch: list[Sequence], rows: Rows) -> 
     """The target's z for drafted tokens: from the verified prefix, or each from all tokens before it."""
     if batch[0].request.verify == "parallel":
         return runner.conditions(batch, rows)
-    owners, num_before = [], []  # a context for each drafted token
+    # a context for each drafted token
+    owners: list[Sequence] = []
+    num_before: list[int] = []
     for sequence, num_committed, count in zip(batch, rows.committed, rows.counts):
         owners += [sequence] * count
         num_before += range(num_committed, num_committed + count)

@@ -22,13 +22,16 @@ from cspd.heads.chain import (
     run_plain_round,
 )
 from cspd.heads.tuning import Tuning
+from cspd.masked import budget
 from cspd.masked.backbones import BACKBONES, Backbone
 from cspd.masked.cspd import CSPD
 from cspd.masked.orders import ORDERS, Order
 from cspd.masked.runner import MARRunner, check_memory, usual_tokens
 from cspd.method import Method, choices, register_family, with_defaults
 from cspd.models import NO_NAMES, ClassNames
+from cspd.option import BUDGET as ANY_BUDGET
 from cspd.request import Request, Sequence, Stopwatch
+from cspd.runs import MEASURED
 from mar.model import MAR
 from mar.vae import AutoencoderKL
 
@@ -42,7 +45,8 @@ from mar.vae import AutoencoderKL
 # too.
 
 MEANING = {
-    "order": "generation order of the tokens: MAR's random order, or a checkerboard's colours one after the other",
+    "order": "generation order of the tokens: MAR's random order, a checkerboard's colours one after the other, or the"
+    " Halton sequence (arXiv 2503.17076)",
     "backbone": "how the transformer is evaluated: in full, or with a cache of earlier iterations",
     "denoiser": "how a token is drawn from its condition",
 }
@@ -200,6 +204,78 @@ LAZYMAR = sampling(
 )
 
 
+# The method that chooses a point itself, by prices.
+
+
+def _is_open(request: Request) -> bool:
+    """Whether a plan has yet to choose the axes."""
+    return request.backbone is None or request.denoiser is None
+
+
+def check_budget(request: Request, runner: MARRunner) -> None:
+    """Raises ValueError if the request has no plan, or if the settings of its axes are bad."""
+    budget.check(request, runner)
+    if not _is_open(request):
+        check(PLANNED, request, runner)
+
+
+def resolve_budget(request: Request, runner: MARRunner) -> Request:
+    """The request with a plan's settings, and with those that its backbone and its denoiser fill in."""
+    return resolve(PLANNED, BUDGET.fill(budget.resolve(request, runner)), runner)
+
+
+def guarantee_of_budget(request: Request) -> str:
+    """ "exact" without a budget, or if nothing approximate is faster."""
+    is_exact = request.budget == 0 if _is_open(request) else PLANNED.of(request).guarantee == "exact"
+    return "exact" if is_exact else "measured"
+
+
+def run_budget_round(runner: MARRunner, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+    """Runs the next iteration of every sequence, by its plan; returns the finished sequences."""
+    finished = run_round(PLANNED, runner, batch, watch)
+    for sequence in finished:
+        if sequence.stats.guarantee == "exact":
+            continue
+        # what was measured of the head alone is replaced by the price of both
+        for name in MEASURED:
+            setattr(sequence.stats, name, None)
+        plan = budget.planned(sequence.request, runner)
+        if plan is not None:
+            sequence.stats.divergence, sequence.stats.divergence_error = plan.price
+    return finished
+
+
+PLANNED = Point(order="random", **budget.EXACT)  # type: ignore[arg-type]
+BY_PLAN = ("speculative", "calibrated")  # denoisers that a plan may choose
+BUDGET = Method(
+    name="budget",
+    family="MAR",
+    guarantee="measured",
+    summary="the fastest exact or measured combination that changes a token's chain by at most a budget of nats",
+    papers={},
+    run_round=run_budget_round,
+    needs="calibration",
+    options=(
+        ANY_BUDGET.but(default=0.3),
+        *(
+            option.but(default=None) if option.name in MEANING else option
+            for option in (
+                *choices("backbone", BACKBONES, MEANING["backbone"], "full"),
+                *choices("denoiser", {name: DENOISERS[name] for name in BY_PLAN}, MEANING["denoiser"], "speculative"),
+            )
+        ),
+    ),
+    mixed=lambda request: DENOISERS[PLANNED.of(request).denoiser].mixed,
+    check=check_budget,
+    resolve=resolve_budget,
+    of_request=guarantee_of_budget,
+    advice=lambda request: DENOISERS[PLANNED.of(request).denoiser].advice(request),
+    token_cost="calls",
+    explain=budget.explain,
+    audit=budget.audit_images,
+)
+
+
 # The models of the family.
 
 
@@ -249,6 +325,7 @@ class MARModels:
         with_graphs = graphs is not None and graphs.enabled
         folder = cache or self.calibrations
         tuning = Tuning(self.target, self.draft, device, precision, compiled, with_graphs, folder, MARRunner)
+        tuning.planner = budget.Planner(tuning)
         return MARRunner(
             self.target,
             num_slots,
@@ -299,5 +376,7 @@ register_family(
         GTR,
         LAZYMAR,
         CSPD,
+        BUDGET,
     ],
+    named_by=lambda request: None if request.budget is None else BUDGET.name,
 )

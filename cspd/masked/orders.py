@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -195,7 +196,40 @@ def check_checkerboard(request: Request, runner: Any) -> None:
         )
 
 
+def radical_inverse(index: int, base: int) -> float:
+    """The number 0.d1 d2 d3 .. in a base, where d1 is the last digit of `index`."""
+    value, place = 0.0, 1.0
+    while index:
+        place /= base
+        index, digit = divmod(index, base)
+        value += place * digit
+    return value
+
+
+@functools.cache
+def halton_cells(side: int) -> list[int]:
+    """The cells of a grid in the order in which the Halton sequence of bases 2 (rows) and 3 (columns) visits them."""
+    cells: dict[int, None] = {}
+    points = itertools.count(1)  # as in the released code, without the point 0
+    while len(cells) < side**2:
+        index = next(points)
+        row, column = (int(radical_inverse(index, base) * side) for base in (2, 3))
+        cells.setdefault(row * side + column)
+    return list(cells)
+
+
+def halton(order: Tensor, side: int) -> Tensor:
+    """Low-discrepancy orders [B, L] (arXiv 2503.17076): each begins at a random cell of one cycle.
+
+    The beginning is the first position of the random order, so it is uniform, as in the released code.
+    """
+    cells = torch.tensor(halton_cells(side), device=order.device)
+    ranks = torch.arange(side**2, device=order.device) + order[:, :1]
+    return cells[ranks % side**2]
+
+
 ORDERS: dict[str, Order] = {  # by name
     "random": Order(cosine),
+    "halton": Order(cosine, arrange=halton),
     "checkerboard": Order(two_stages, colours, checkerboard, (RECONSTRUCTION,), check_checkerboard),
 }

@@ -199,6 +199,7 @@ def _option(option: Option, default: object) -> dict:
         "name": option.name,
         "help": f"{option.help} ({option.range})",
         "words": words if isinstance(option.kind, type) else list(option.kind),
+        "text": option.kind is str,
         "integer": option.kind is int,
         "low": option.low if option.above is None else option.above,
         "high": None if option.high == LARGEST else option.high,

@@ -159,7 +159,7 @@ def test_bench_times_all_methods_and_memory(tmp_path, capsys):
     checkpoint = ["--checkpoint", small_checkpoint()]
     assert main(["bench", *checkpoint, *QUICK, *arguments]) == 0
     report = read(path)
-    names = ("ar", "speculative", "calibrated", "published")
+    names = ("ar", "speculative", "calibrated", "budget", "published")
     assert [(row["name"], row["batch"]) for row in report["rows"]] == [(n, batch) for batch in (1, 2) for n in names]
     for row in report["rows"]:
         for measure in ("seconds", "speed_up"):

@@ -8,6 +8,7 @@ from toys import toy_models
 
 from cspd import Engine, Request, VQModels
 from cspd.discrete.rules import DIALS, rule_of
+from cspd.method import method_of
 
 SETTINGS = {
     "uniform-rsd": {"gamma": 2},
@@ -42,7 +43,10 @@ def test_an_audit_finds_what_was_predicted(engine):
     requests = [Request(i % 3, seed=100 + i, method="uniform-rsd", budget=0.05, gamma=2, cfg=2.0) for i in range(40)]
     outputs = engine.generate(requests)
     assert {output.stats.guarantee for output in outputs} == {"bounded"}
-    predicted = engine.runner.tuning.price(outputs[0].request)
+    request = outputs[0].request
+    predicted = engine.runner.tuning.price(request)
+    told = method_of(request).explain(request, engine.runner)
+    assert f"delta={request.delta:g}" in told and f"{predicted.nats:.3g}" in told
     audits = torch.tensor([output.stats.audit for output in outputs])
     error = audits.std().item() / len(audits) ** 0.5
     assert 0 < predicted.nats <= 0.05
@@ -54,7 +58,9 @@ def test_no_budget_is_the_exact_rule(engine):
     output = engine.generate([Request(1, seed=3, method="gsd", budget=0.0, window=4)])[0]
     assert torch.equal(output.tokens, exact.tokens)
     assert output.stats.guarantee == "exact"
-    assert engine.resolve(Request(1, budget=0.0)).method == "cool-sd"
+    assert "exact" in method_of(output.request).explain(output.request, engine.runner)
+    assert method_of(exact.request).explain(exact.request, engine.runner) is None
+    assert engine.resolve(Request(1, budget=0.0)).method == "uniform-rsd"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ from lazy import KEY, QUICK, engine, started, toy_model  # noqa: F401 - fixtures
 
 from cspd import Request
 from cspd import device as cspd_device
-from cspd.masked.backbones import Caches, bytes_per_slot, conditions, kind, planned
+from cspd.masked import backbones
+from cspd.masked.backbones import Caches, _attention, bytes_per_slot, conditions, kind, planned, until_refresh
+from mar.model import keys_values
 
 
 def tokens_of(model, requests, max_batch=3):
@@ -39,6 +41,55 @@ def test_the_iterations_that_are_full():
     assert [i for i, name in enumerate(kinds) if name != "lazy"] == [0, 1, 2, 3, 4, 5, 14, 23, 32, 41, 50, 59]
     assert kinds[:6] == ["full"] * 5 + ["refresh"] and kinds[14] == "refresh"
     assert kind(request.but(num_iter=15), 14) == "full"
+
+
+def test_listed_iterations_are_full(model):
+    """They take the place of warm-up and interval: the same list gives the same image."""
+    request = Request(0, num_iter=9, refreshes="0-2,5,8")
+    kinds = [kind(request, iteration) for iteration in range(9)]
+    assert kinds == ["full", "full", "refresh", "lazy", "lazy", "refresh", "lazy", "lazy", "full"]
+    assert [until_refresh(request, iteration) for iteration in (0, 2, 5, 8)] == [1, 3, 3, 1]
+    by_interval = Request(3, seed=5, **QUICK).but(num_iter=9)
+    listed = by_interval.but(refreshes="0,1,5", warmup=None, refresh=None)
+    assert torch.equal(*(tokens_of(model, [each])[0] for each in (by_interval, listed)))
+
+
+@pytest.mark.parametrize("refreshes", ["1-3", "0,x", ""])
+def test_bad_lists_of_iterations(refreshes, model):
+    with pytest.raises(ValueError, match="refreshes"):
+        engine(model).check(Request(0, **QUICK).but(refreshes=refreshes))
+
+
+def test_attention_of_new_tokens(model):
+    """MARché's score, head by head and token by token."""
+    block, heads = model.decoder_blocks[1], model.config.num_heads
+    g = torch.Generator().manual_seed(0)
+    normed = torch.randn(2, 7, model.config.embed_dim, generator=g)
+    padding, new = 7, [[2, 5], [6, 7]]
+    expected = torch.zeros(2, 7)
+    for b, entries in enumerate(new):
+        q, k, _ = block.attn.qkv(normed[b]).chunk(3, dim=-1)
+        for entry in entries:
+            for own_q, own_k in zip(q.chunk(heads, -1), k.chunk(heads, -1)):
+                if entry != padding:
+                    expected[b] += (own_q[entry] @ own_k.T / own_k.shape[1] ** 0.5).softmax(0)
+    own = keys_values(block, normed)
+    assert torch.allclose(_attention(block, normed, own, torch.tensor(new), padding), expected, atol=1e-5)
+
+
+def test_rules_of_selection(model, monkeypatch):
+    """Few positions are selected by attention: those that new tokens attend to most have the lowest score."""
+    scores = []
+    lowest = backbones._lowest
+    monkeypatch.setattr(backbones, "_lowest", lambda score, *others: scores.append(score) or lowest(score, *others))
+    images = {}
+    for retain in (0.0, 1.0):
+        for select in ("change", "attention"):
+            request = Request(3, seed=5, **QUICK).but(num_iter=9, retain=retain, select=select)
+            (images[retain, select],) = tokens_of(model, [request])
+    assert relative_error(images[0.0, "change"], images[0.0, "attention"]) > 1e-4
+    assert not torch.equal(images[0.0, "change"], images[1.0, "change"])
+    assert all((score <= 0).all() and score.min() < -0.01 for score in scores[len(scores) // 4 : len(scores) // 2])
 
 
 @pytest.mark.parametrize("settings", [{"refresh": 1}, {"warmup": 16}, {"num_iter": 2}])
@@ -167,7 +218,17 @@ def test_nothing_is_left_of_an_earlier_sequence(model):
     assert torch.equal(*outcomes)
 
 
-@pytest.mark.parametrize("settings", [{}, {"cfg": 1.0}, {"reuse_null": False}])
+def test_keys_and_values_in_half_precision(model):
+    """Nearly the same image from about half of the memory; the small rest stays in float32."""
+    request = Request(3, seed=5, **QUICK)
+    full, half = tokens_of(model, [request])[0], tokens_of(model, [request.but(kept="half")])[0]
+    assert 0 < relative_error(half, full) < 0.1
+    runner, (sequence,) = started(model, [request])
+    most, least = (bytes_per_slot(runner, sequence.request.but(kept=kept)) for kept in ("full", "half"))
+    assert least < 0.65 * most
+
+
+@pytest.mark.parametrize("settings", [{}, {"cfg": 1.0}, {"reuse_null": False}, {"kept": "half"}])
 def test_bytes_of_the_caches(settings, model):
     runner, batch = started(model, [Request(0, **(QUICK | settings))] * 3)
     tensors = tensors_of(Caches(runner, batch[0].request))

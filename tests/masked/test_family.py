@@ -30,7 +30,7 @@ def methods_with(option: str) -> dict:
 
 
 SAMPLERS = methods_with("order")
-ANY_DENOISER = [*methods_with("denoiser")]
+ANY_DENOISER = [name for name in methods_with("denoiser") if name in SAMPLERS]
 FAR = {"order": [*ORDERS][-1], "backbone": [*BACKBONES][-1]}  # far from `ar`
 POINTS = [
     {"order": order, "backbone": backbone, "denoiser": denoiser}

@@ -12,7 +12,7 @@ from toys import staggered
 
 from cspd import Engine, MARModels, Request, noise
 from cspd.heads.solvers import highest, importance, num_early
-from cspd.masked.orders import ORDERS, colours, largest, timetable, two_stages
+from cspd.masked.orders import ORDERS, colours, halton_cells, largest, timetable, two_stages
 from mar.model import MAR
 
 QUICK = {"method": "gtr", "num_iter": 8, "cfg": 2.0, "upper": 7, "lower": 4, "detail": 0.25}
@@ -157,3 +157,23 @@ def test_an_odd_grid_has_no_halves(small_mar):
     odd = MAR(dataclasses.replace(small_mar.config, img_size=small_mar.config.img_size // 8 * 7)).eval()
     with pytest.raises(ValueError, match="order"):
         engine(odd).check(Request(3, **QUICK))
+
+
+def test_halton_order():
+    """The cells of points (1/2, 1/3), (1/4, 2/3), (3/4, 1/9), (1/8, 4/9) and so on, from a random one of them on."""
+    random = noise.order(torch.arange(6), 16)
+    order = ORDERS["halton"].arrange(random, 4)
+    cycle = halton_cells(4)
+    assert cycle[:5] == [2 * 4 + 1, 1 * 4 + 2, 3 * 4 + 0, 0 * 4 + 1, 2 * 4 + 3]
+    for own, before in zip(order.tolist(), random.tolist()):
+        first = before[0]
+        assert own == cycle[first:] + cycle[:first]
+
+
+def test_images_in_halton_order(small_mar):
+    settings = {"num_iter": 4, "cfg": 2.0, "num_sampling_steps": 5, "order": "halton"}
+    requests = [Request(i, i, "speculative", window=0, draft="frozen", **settings) for i in range(3)]
+    outputs = engine(small_mar, 3).generate(requests)
+    assert {output.stats.guarantee for output in outputs} == {"heuristic"}
+    (alone,) = engine(small_mar).generate(requests[2:])
+    assert relative_error(alone.tokens, outputs[2].tokens) < 1e-3

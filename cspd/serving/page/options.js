@@ -1,9 +1,10 @@
 // Fields for the settings of requests: a list for words, a number with its range otherwise.
 
 const TITLES = { cfg: "guidance scale", num_iter: "iterations", num_sampling_steps: "denoising steps" };
+const SLIDERS = { budget: { min: 0, max: 3, step: 0.05 } }; // numbers that are turned, not typed
 
 // A field for an option of /api/models; an empty one takes the default.
-export function fieldOf({ name, help, words, integer, low, high, default: usual }) {
+export function fieldOf({ name, help, words, text, integer, low, high, default: usual }) {
   const field = document.createElement("label");
   field.className = "setting";
   field.title = help;
@@ -15,6 +16,17 @@ export function fieldOf({ name, help, words, integer, low, high, default: usual 
     input.append(new Option(first, ""), ...words.filter((word) => word !== usual).map((word) => new Option(word)));
     return field;
   }
+  if (text) {
+    input.placeholder = usual ?? "chosen for you";
+    return field;
+  }
+  if (name in SLIDERS) {
+    Object.assign(input, { type: "range", ...SLIDERS[name], value: usual });
+    const shown = field.appendChild(document.createElement("output"));
+    input.oninput = () => { shown.textContent = input.value; };
+    input.oninput();
+    return field;
+  }
   Object.assign(input, { type: "number", step: integer ? 1 : "any", placeholder: usual ?? "chosen for you" });
   if (low !== null) input.min = low;
   if (high !== null) input.max = high;
@@ -24,6 +36,11 @@ export function fieldOf({ name, help, words, integer, low, high, default: usual 
 
 // Gives a field a value of its option, as in a link; an absent or usual value leaves a list at its default.
 export function put(input, { words, default: usual }, value) {
+  if (input.type === "range") {
+    input.value = value ?? usual;
+    input.oninput();
+    return;
+  }
   input.value = value === undefined || (words && value === String(usual)) ? "" : value;
 }
 
