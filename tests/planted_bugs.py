@@ -33,6 +33,34 @@ class Bug(NamedTuple):
 
 
 BUGS = [
+    Bug(
+        "what pip leaves in a clone is a model",
+        "cspd/models.py",
+        'if not folder.match("*.egg-info") and folder.name',
+        "if folder.name",
+        "test_package.py",
+    ),
+    Bug(
+        "the public names have no types",
+        "cspd/__init__.py",
+        "    from cspd.checkpoints import load\n",
+        "",
+        "test_package.py",
+    ),
+    Bug(
+        "options are left out of the site",
+        "scripts/site_hooks.py",
+        "    markdown = markdown.replace(OPTIONS, options_table(METHODS))\n",
+        "",
+        "test_docs.py",
+    ),
+    Bug(
+        "an unknown origin of a table is taken",
+        "scripts/results.py",
+        "or not content[field]:",
+        "and False:",
+        "test_docs.py",
+    ),
     # the head: schedule and guidance
     Bug(
         "variance of a denoising step",
