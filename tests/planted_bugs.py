@@ -374,6 +374,13 @@ BUGS = [
         "discrete/test_prices.py::test_every_verified_code_counts",
     ),
     Bug(
+        "an audit takes the first depth for all",
+        "cspd/discrete/prices.py",
+        "        depth[each, position],\n",
+        "        depth[each, 0],\n",
+        "discrete/test_prices.py::test_every_verified_code_counts",
+    ),
+    Bug(
         "a price forgets how likely rejections are",
         "cspd/discrete/prices.py",
         "torch.where(is_present, weight * share, weight)",
