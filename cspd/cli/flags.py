@@ -552,6 +552,11 @@ def _merge(parser: Parser) -> None:
     text = "write WebDataset tars of 1,000 PNGs with their settings (pip install 'cspd[webdataset]')"
     group.add_argument("--tar", type=word, metavar="FOLDER", help=text)
     _add_path(group, "--npz", "FILE", "write an .npz for ADM's evaluator")
+    text = "write the folder that GenEval's scorer reads; needs --prompts evaluation_metadata.jsonl"
+    group.add_argument("--geneval", type=word, metavar="FOLDER", help=text)
+    text = "write the folder that DPG-bench's scorer reads; needs --prompts with the folder of its prompts"
+    group.add_argument("--dpg", type=word, metavar="FOLDER", help=text)
+    _add_path(group, "--prompts", "PATH", "the prompts of the run, for --geneval and --dpg")
 
 
 def _verify(parser: Parser) -> None:
@@ -683,9 +688,8 @@ def _add_sampling(parser: Parser, max_batch: bool = True) -> argparse._ArgumentG
 def _add_checkpoint(group: argparse._ArgumentGroup, several: bool = False) -> None:
     """Adds --checkpoint and the flags of companion files. `several`: it takes a list, by default all bundled models."""
     models = (
-        "a bundled model (digits32, emoji64: MAR; digits32_vq, emoji64_text: VQ), a folder of official files (MAR,"
-        " LlamaGen, SphereAR, BitDance) or of transformers, a file, or a Hub name"
-        " (org/name)"
+        "a bundled model (digits32, emoji64: MAR; digits32_vq, emoji64_text: VQ; emoji64_sphere: causal), a folder of"
+        " official files (MAR, LlamaGen, SphereAR, BitDance) or of transformers, a file, or a Hub name (org/name)"
     )
     if several:
         text = f"{models}; or several of them (default: all bundled models that can run here)"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import io
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,7 +21,8 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from cspd.evaluation.images import GRID, LIST, RECORD, check_npz, export_npz, file_name, listed_images
+from cspd.cli.options import read_prompts, text_files
+from cspd.evaluation.images import GRID, LIST, RECORD, check_npz, export_npz, file_name, in_turn, listed_images
 from cspd.evaluation.run import (
     MANIFEST,
     SIZE,
@@ -49,6 +52,8 @@ def run_merge(args: argparse.Namespace) -> None:
         check_npz(args.npz)
     if args.tar:
         _writer_of_tars()  # raises now if the library is missing
+    if (args.geneval or args.dpg) and not args.prompts:
+        raise ValueError("--geneval and --dpg need the benchmark's own prompts: give --prompts")
     with finish(shards):
         wrote = [f"{shards.folder / LIST} (settings, digests)", f"{shards.folder / GRID}"]
         if args.npz:
@@ -59,6 +64,12 @@ def run_merge(args: argparse.Namespace) -> None:
             wrote.append(_merge_into(place_of(args.png), images, shards, "PNGs", _png_name, SIZE, _write_pngs))
         if args.tar:
             wrote.append(_merge_into(place_of(args.tar), images, shards, "tars", _tar_name, IN_A_TAR, _write_tar))
+        if args.geneval:
+            wrote.append(
+                _lay_out(place_of(args.geneval), "GenEval's folder", geneval_files(shards, args.prompts), shards)
+            )
+        if args.dpg:
+            wrote.append(_lay_out(place_of(args.dpg), "DPG-bench's folder", dpg_files(shards, args.prompts), shards))
     print(f"wrote {', '.join(wrote)}")
 
 
@@ -140,6 +151,72 @@ def _writer_of_tars() -> Callable:
     except ModuleNotFoundError:
         raise ValueError("--tar needs webdataset: pip install 'cspd[webdataset]'") from None
     return TarWriter
+
+
+# The folders that text-to-image benchmarks score by their own programs. Image i of a run has the i-th prompt, cycled:
+# an image of each prompt is followed by another of each.
+
+Content = Callable[[], bytes]
+PICTURES = 4  # of a prompt, in DPG-bench's grids of 2x2
+
+
+def _lay_out(folder: Place, kind: str, files: Mapping[str, Content], shards: Shards) -> str:
+    """Writes the files of a folder, by name; returns what it wrote, for people."""
+    record = {"schema": SCHEMA, "kind": kind, "images": shards.num, "run": digest_of({}, shards.manifest)}
+    with Store(folder, MERGED, SCHEMA, {"images": int, "run": str}) as store:
+        store.claim(record, list(files))
+        store.begin(record)
+        for name, content in tqdm(files.items(), desc=kind, unit=" file"):
+            write_bytes(folder / name, content())
+    return f"{folder}/ ({kind})"
+
+
+def _prompts_of_run(shards: Shards, path: Path) -> list[str]:
+    """The prompts in a benchmark's file. Raises ValueError unless the run's images are those of all of them."""
+    prompts = read_prompts(path)
+    if shards.num % len(prompts) or shards.subjects() != in_turn(prompts, shards.num):
+        raise ValueError(
+            f"{shards.folder} has {shards.num} images of other prompts, or not equally many of each of the"
+            f" {len(prompts)} in {path}: make them by `cspd evaluate --prompts {path}`, --num a multiple"
+        )
+    return prompts
+
+
+def geneval_files(shards: Shards, path: Path) -> dict[str, Content]:
+    """The files of GenEval (arXiv 2310.11513): a folder of each prompt with its metadata and images.
+
+    `path`: its evaluation_metadata.jsonl.
+    """
+    num = len(_prompts_of_run(shards, path))
+    files: dict[str, Content] = {}
+    for i, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+        files[f"{i:05d}/metadata.jsonl"] = line.encode
+    for index in range(shards.num):
+        name = f"{index % num:05d}/samples/{index // num:04d}.png"
+        files[name] = functools.partial(_png_of_index, shards, index)
+    return files
+
+
+def dpg_files(shards: Shards, path: Path) -> dict[str, Content]:
+    """The files of DPG-bench (arXiv 2403.05135): a grid of the first four images of each prompt, named as its text.
+
+    `path`: the folder of its prompts.
+    """
+    num = len(_prompts_of_run(shards, path))
+    if shards.num < PICTURES * num:
+        raise ValueError(f"--dpg needs {PICTURES} images of each prompt: {PICTURES * num}, and there are {shards.num}")
+    return {f"{file.stem}.png": functools.partial(_grid_of, shards, i, num) for i, file in enumerate(text_files(path))}
+
+
+def _png_of_index(shards: Shards, index: int) -> bytes:
+    return png_of(to_pil(shards[index]))
+
+
+def _grid_of(shards: Shards, prompt: int, num: int) -> bytes:
+    """The first four images of a prompt in two rows."""
+    pictures = [shards[prompt + i * num] for i in range(PICTURES)]
+    rows = [torch.cat(pictures[start : start + 2], dim=2) for start in (0, 2)]
+    return png_of(to_pil(torch.cat(rows, dim=1)))
 
 
 # Whether images are whole.

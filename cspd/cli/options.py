@@ -39,8 +39,11 @@ def run_methods(args: argparse.Namespace) -> None:
 
 # The prompts of --prompts FILE, and the classes of --labels.
 
-FORMS = "--prompts takes a file with one prompt per line, or .json: a list of prompts, or captions in COCO's format"
-OTHER_FORMATS = (".jsonl", ".csv", ".tsv")  # their lines are not prompts
+FORMS = (
+    "--prompts takes a file with one prompt per line, or .json: a list of prompts, or captions in COCO's format; or"
+    " .jsonl: a prompt in each line; or a folder of .txt files"
+)
+OTHER_FORMATS = (".csv", ".tsv")  # their lines are not prompts
 COCO_NAME = re.compile(r"(?:COCO_\w+_)?(\d+)")  # image names: COCO_val2014_000000000139, 000000000139, 139
 COCO_DIGITS = 12  # COCO pads numbers to this length
 COCO = {"annotations": [{"image_id": (int, str), "caption": str}]}
@@ -56,6 +59,8 @@ def read_prompts(path: Path, images: Sequence[Path] = ()) -> list[str]:
         OSError: the file cannot be read.
         ValueError: the file is empty or has another format, or a prompt is blank or damaged.
     """
+    if path.is_dir():
+        return [" ".join(read_prompts(file)) for file in text_files(path)]
     try:
         content = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
@@ -65,7 +70,9 @@ def read_prompts(path: Path, images: Sequence[Path] = ()) -> list[str]:
     suffix = path.suffix.lower()
     if suffix in OTHER_FORMATS:
         raise ValueError(f"{path}: {suffix} files are not supported: {FORMS}")
-    if suffix == ".json":
+    if suffix == ".jsonl":
+        content = f"[{','.join(content.splitlines())}]"
+    if suffix in (".json", ".jsonl"):
         prompts = _prompts_of_json(path, content, images)
     else:
         # not splitlines(), which also splits at characters that editors do not take for a line's end
@@ -78,6 +85,14 @@ def read_prompts(path: Path, images: Sequence[Path] = ()) -> list[str]:
         if damaged := NO_CHARACTER.search(prompt):
             raise ValueError(f"{path}: prompt {number} contains {damaged[0]!r}, which is not a character: remove it")
     return [prompt.strip() for prompt in prompts]
+
+
+def text_files(folder: Path) -> list[Path]:
+    """The .txt files of a folder by name. Raises ValueError if there is none."""
+    files = sorted(folder.glob("*.txt"))
+    if not files:
+        raise ValueError(f"{folder} has no .txt files: {FORMS}")
+    return files
 
 
 def _prompts_of_json(path: Path, content: str, images: Sequence[Path]) -> list[str]:

@@ -26,7 +26,16 @@ from torch_fidelity.utils import create_feature_extractor
 from tqdm import tqdm
 
 from cspd.device import pick_device
-from cspd.evaluation.images import ImageFolder, ImageList, NpzImages, beginning, has_images, images_in, read_image
+from cspd.evaluation.images import (
+    ImageFolder,
+    ImageList,
+    NpzImages,
+    Watched,
+    beginning,
+    has_images,
+    images_in,
+    read_image,
+)
 from cspd.evaluation.scores import (
     Score,
     around,
@@ -626,13 +635,13 @@ def check(
     """Raises the errors of `scores_of` for images of this size, by default square, before sampling."""
     blank = ImageList([torch.zeros(3, height, width or height)])
     # a black image meets the same errors as the real ones: wrong sizes, weights, reference
-    extracted = extract(blank, space=space, weights=weights, device=device)
-    if reference is not None:
-        _check_reference(reference, blank, extracted, space)
     if clip is not None:
         Clip(clip, device).features(blank)
     if dinov2 is not None:
         dinov2_features(blank, dinov2, device)
+    extracted = extract(blank, space=space, weights=weights, device=device)
+    if reference is not None:
+        _check_reference(reference, blank, extracted, space)
 
 
 def _check_reference(reference: Reference, images: Dataset, extracted: Extracted, space: str) -> None:
@@ -771,7 +780,10 @@ def _of_reference(reference: Reference | None, missing: Mapping[str, str], how: 
     needed = set(OF_IMAGES) - {"cmmd", "fd_dinov2"}
     needed |= set() if reference.statistics else {"fid"}
     needed |= set() if reference.spatial else {"sfid"}
-    return extract(reference.images, **how) if needed - set(missing) else None
+    if not needed - set(missing):
+        return None
+    with tqdm(total=len(reference.images), desc="measuring the reference", unit=" image", delay=2) as bar:
+        return extract(Watched(reference.images, bar), **how)
 
 
 def _of_networks(

@@ -296,6 +296,8 @@ def _radii_without(features: Tensor, part: Tensor | None, num_parts: int) -> lis
     """The distance [N] of each image's third neighbour: among all images, and among those outside each part."""
     distances, indices = _nearest(features, NEIGHBOURS + 1 + SPARE)
     radii = [distances[:, NEIGHBOURS]]
+    if part is None:
+        return radii
     for i in range(num_parts):
         assert part is not None  # there are parts
         is_left = part[indices] != i

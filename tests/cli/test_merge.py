@@ -15,8 +15,8 @@ from stores import small_checkpoint
 
 import cspd
 from cspd.cli import _parse, main
-from cspd.evaluation.images import LIST, RECORD, ImageFolder, prompts_of
-from cspd.evaluation.run import MANIFEST, SIZE, Part, finish, finish_part, run_in, shards_store
+from cspd.evaluation.images import LIST, RECORD, ImageFolder, in_turn, prompts_of
+from cspd.evaluation.run import MANIFEST, SIZE, Part, Shards, finish, finish_part, run_in, shards_store
 from cspd.files import Remote, publishing, write_json
 from cspd.request import to_uint8
 
@@ -311,3 +311,69 @@ def test_an_unknown_store_is_an_error_of_one_line(capsys):
 def test_a_shard_has_sixteen_images():
     """Resuming depends on it."""
     assert SIZE == 16
+
+
+# ---- The folders of benchmarks
+
+
+PROMPTS = ["two clocks", "a red fox", "a photo of a bench"]
+
+
+@pytest.fixture
+def of_prompts(tmp_path):
+    """A finished run of four images of each prompt, image i of the colour 10 i; and its prompts in both forms."""
+    schema = {"schema": "cspd.shards/1"}
+    manifest = {**schema, "images": 12, "seed": 0, "labels": PROMPTS, "request": {"method": "ar"}}
+    with shards_store(tmp_path / "run") as store:
+        store.claim(manifest, Shards(tmp_path / "run", 12).files())
+        store.begin(manifest)
+    shards = Shards(tmp_path / "run", 12, manifest)
+    pixels = np.stack([np.full((8, 8, 3), 10 * i, np.uint8) for i in range(12)])
+    labels, stats = np.array(in_turn(PROMPTS, 12)), np.array(json.dumps([{}] * 12))
+    models = np.array(json.dumps({"family": "VQ"}))
+    arrays = {"images": pixels, "labels": labels, "seeds": np.arange(12), "stats": stats, "models": models}
+    shards.write(0, arrays)
+    lines = [{"tag": "counting", "include": [{"class": "clock", "count": 2}], "prompt": each} for each in PROMPTS]
+    (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name, text in zip(("10", "2", "COCO_7"), PROMPTS):
+        (texts / f"{name}.txt").write_text(text + "\n")
+    return tmp_path
+
+
+def test_genevals_folder(of_prompts):
+    """As its scorer walks it: of each folder with a number, the metadata and the numbered samples."""
+    out = of_prompts / "geneval"
+    prompts = ["--prompts", str(of_prompts / "metadata.jsonl")]
+    assert main(["merge", str(of_prompts / "run"), "--geneval", str(out), *prompts]) == 0
+    folders = sorted(path for path in out.iterdir() if path.is_dir() and path.name.isdigit())
+    assert [path.name for path in folders] == ["00000", "00001", "00002"]
+    for k, folder in enumerate(folders):
+        with (folder / "metadata.jsonl").open() as file:
+            assert json.load(file)["prompt"] == PROMPTS[k]
+        samples = sorted((folder / "samples").iterdir())
+        assert [path.name for path in samples] == [f"{i:04d}.png" for i in range(4)]
+        colours = [np.asarray(Image.open(path))[0, 0, 0] for path in samples]
+        assert colours == [10 * (k + 3 * i) for i in range(4)]
+
+
+def test_dpg_benchs_folder(of_prompts):
+    """A grid of two rows for each prompt, of its text's name; its scorer cuts it by the size of an image."""
+    out = of_prompts / "dpg"
+    prompts = ["--prompts", str(of_prompts / "texts")]
+    assert main(["merge", str(of_prompts / "run"), "--dpg", str(out), *prompts]) == 0
+    assert sorted(path.name for path in out.glob("*.png")) == ["10.png", "2.png", "COCO_7.png"]
+    for k, name in enumerate(("10", "2", "COCO_7")):
+        picture = Image.open(out / f"{name}.png")
+        boxes = [(0, 0, 8, 8), (8, 0, 16, 8), (0, 8, 8, 16), (8, 8, 16, 16)]
+        assert picture.size == (16, 16)
+        assert [picture.crop(box).getpixel((3, 3))[0] for box in boxes] == [10 * (k + 3 * i) for i in range(4)]
+
+
+def test_a_benchmark_of_other_prompts_is_refused(of_prompts, capsys):
+    (of_prompts / "other.txt").write_text("two clocks\na blue fox")
+    run = ["merge", str(of_prompts / "run"), "--geneval", str(of_prompts / "out")]
+    assert main(run) == 2 and "--prompts" in capsys.readouterr().err
+    assert main([*run, "--prompts", str(of_prompts / "other.txt")]) == 2
+    assert "other.txt" in capsys.readouterr().err and not (of_prompts / "out").exists()

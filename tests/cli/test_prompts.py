@@ -58,6 +58,7 @@ def test_the_first_caption_of_each_image_in_coco(tmp_path):
         ("a.txt", "\ufeffa fox\n  blue \r\n\n \n"),
         ("a.json", '["a fox", "blue"]'),
         ("a.JSON", '[{"prompt": "a fox"}, {"caption": "blue", "id": 3}]'),
+        ("a.jsonl", '{"prompt": "a fox", "tag": "count"}\n{"prompt": "blue"}\n'),
     ],
 )
 def test_formats_of_files(name, content, tmp_path):
@@ -72,7 +73,8 @@ def test_formats_of_files(name, content, tmp_path):
         ("a.txt", "zum Gr\xfcnen".encode("latin-1"), "UTF-8"),
         ("a.txt", b"a fox\n \nblue", "prompt 2 is blank"),
         ("a.txt", b"a fox\0", "prompt 1"),
-        ("a.jsonl", b'{"prompt": "a fox"}', ".jsonl"),
+        ("a.jsonl", b'{"text": "a fox"}', "[0]"),
+        ("a.csv", b"a fox", ".csv"),
         ("a.json", rb'["a fox", "blue \ud83d"]', "prompt 2"),
         ("a.json", b"a fox", "JSON"),
         ("a.json", b"[]", "empty"),
@@ -85,6 +87,12 @@ def test_files_that_are_refused(name, content, reason, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(reason)):
         read_prompts(tmp_path / name)
+
+
+def test_a_folder_of_texts_has_a_prompt_in_each_file(tmp_path):
+    for name, text in (("b.txt", "blue"), ("a.txt", "a red\nfox\n"), ("c.png", "")):
+        (tmp_path / name).write_text(text)
+    assert read_prompts(tmp_path) == ["a red fox", "blue"]
 
 
 def run(command, checkpoint, *more):
@@ -172,7 +180,7 @@ def test_a_folder_is_not_measured_before_what_would_fail_afterwards(file, tmp_pa
     weights = ["--weights", str(tmp_path / "none.pth")]
     wrong = {
         "--prompts": ["--prompts", str(file)],  # 3 prompts for 2 images
-        "--clip": ["--clip", str(tmp_path), *weights],  # without prompts
+        "CLIP": ["--clip", str(tmp_path), *weights],  # a folder without a model
         "a.npz": ["--npz", str(images / "0.png" / "a.npz"), *weights],  # in no folder
     }
     for flag, more in wrong.items():
@@ -261,7 +269,7 @@ def test_classes_are_for_class_conditional_models(command, advice, text_checkpoi
 def test_prompts_are_for_text_to_image_models(command, text_checkpoint, file, tmp_path, capsys):
     wrong = {
         "prompt": [small_checkpoint(), "--prompts", file],
-        "--prompts": [small_checkpoint(), "--clip", tmp_path],
+        "CLIP" if command == "evaluate" else "--prompts": [small_checkpoint(), "--clip", tmp_path],
         "config.json": [text_checkpoint, "--prompts", file, "--clip", tmp_path],  # no CLIP model is there
     }
     for reason, arguments in wrong.items():
