@@ -402,6 +402,13 @@ BUGS = [
         "discrete/test_prices.py::test_every_verified_code_counts",
     ),
     Bug(
+        "an audit takes the first depth for all",
+        "cspd/discrete/prices.py",
+        "        depth[each, position],\n",
+        "        depth[each, 0],\n",
+        "discrete/test_prices.py::test_every_verified_code_counts",
+    ),
+    Bug(
         "a price forgets how likely rejections are",
         "cspd/discrete/prices.py",
         "torch.where(is_present, weight * share, weight)",
@@ -421,6 +428,13 @@ BUGS = [
         "terms = C * (C / P).log()",
         "terms = P * (P / C).log()",
         "discrete/test_prices.py",
+    ),
+    Bug(
+        "a budget is exceeded by one value of the dial",
+        "cspd/discrete/family.py",
+        "{name: values[count - 1]}",
+        "{name: values[min(count, len(values) - 1)]}",
+        "discrete/test_budget.py",
     ),
     Bug(
         "rows look at tokens that are not decoded",
