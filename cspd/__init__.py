@@ -7,8 +7,19 @@
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
 
 from cspd.terminal import __version__
+
+if TYPE_CHECKING:  # the names of HOMES, for those who check types
+    from cspd.causal.family import CausalModels
+    from cspd.checkpoints import load
+    from cspd.discrete.family import VQModels
+    from cspd.engine import Engine
+    from cspd.masked.family import MARModels
+    from cspd.method import register
+    from cspd.pipeline import CspdPipeline
+    from cspd.request import Output, Request, RoundStats, grid
 
 __all__ = [
     "CausalModels",

@@ -201,7 +201,8 @@ def placed(models: Any, device: torch.device) -> Any:
     return dataclasses.replace(models, **modules)
 
 
-IN_MODELS = ("emoji64", "emoji64_text")  # of the package cspd-models (checkpoints/setup.cfg); the others are in cspd
+# of the package cspd-models (checkpoints/setup.cfg); the others are in cspd
+IN_MODELS = ("emoji64", "emoji64_sphere", "emoji64_text")
 GET_MODELS = "is in the package cspd-models: pip install 'cspd[models]', or ./checkpoints in a clone of the repository"
 
 

@@ -203,5 +203,6 @@ FAMILIES = {  # what they are, for people
     "VQ": "LlamaGen and others: tokens are entries of a codebook, one after the other",
     "causal": "SphereAR and BitDance: a diffusion head draws one token after the other",
 }
-BUNDLED = {"MAR": "digits32", "VQ": "digits32_vq"}  # the default checkpoints, of the families that have one
+# the default checkpoints, of the families that have one
+BUNDLED = {"MAR": "digits32", "VQ": "digits32_vq", "causal": "emoji64_sphere"}
 DEFAULTS = {"MAR": "speculative", "VQ": "speculative", "causal": "speculative"}  # the default methods

@@ -82,7 +82,7 @@ def sample(
             raise ValueError(f"{request} has other settings than {first}: sample them in several calls")
     given = MODELS | COMPUTING | models
     prepare = partial(_prepared, tuple(requests), str(checkpoint), given, max_batch)
-    how = {"seeds": [request.seed for request in requests], "num_gpus": num_gpus, "num_cpus": num_cpus}
+    how: dict[str, Any] = {"seeds": [request.seed for request in requests], "num_gpus": num_gpus, "num_cpus": num_cpus}
     how |= {"workers": workers, "max_batch": max_batch}
     if out is None:
         return dataset(prepare, len(requests), None, **how)[0]
@@ -158,7 +158,7 @@ def dataset(
     """A lazy data set, whose rows are images, or shards once they are in the folder `out`; and those shards."""
     connect()
     workers = workers or room_for(num_gpus, num_cpus)
-    resources = {"num_gpus": num_gpus, "num_cpus": num_cpus}
+    resources: dict[str, Any] = {"num_gpus": num_gpus, "num_cpus": num_cpus}
     # one worker decides what a method leaves open, such as the window, for all
     planning = ray.remote(_planned).options(max_retries=-1, **resources)
     with _errors():
@@ -168,7 +168,8 @@ def dataset(
     DataContext.get_current().enable_progress_bars = False
     at_once = min(-(-BATCHES * max_batch // SIZE), -(-shards.count // workers))
     calls = -(-shards.count // at_once)
-    rows = ray.data.from_items([{"shard": shard} for shard in range(shards.count)], override_num_blocks=calls)
+    items = [{"shard": shard} for shard in range(shards.count)]
+    rows: ray.data.Dataset = ray.data.from_items(items, override_num_blocks=calls)
     rows = rows.map_batches(
         _Worker,
         batch_size=None,
@@ -188,9 +189,9 @@ def connect(address: str | None = None) -> None:
         return
     try:
         if address in (None, "local"):
-            ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+            ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         else:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
         raise OSError(f"no Ray cluster at {address} ({error}): start one with `ray start --head`") from None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,8 +110,9 @@ def batch_at(engine: Engine, request: Request, known: int, num: int | None = Non
     for sequence in sequences:
         sequence.iteration = iteration
         sequence.num_committed = known
-    if runner.family == "VQ":
-        runner.num_committed.fill_(known)
+    committed = getattr(runner, "num_committed", None)  # of VQ models
+    if committed is not None:
+        committed.fill_(known)
     return Batch(engine, sequences)
 
 
@@ -170,7 +172,8 @@ def _alternative(
     if asked.num_sampling_steps <= HEAD_CALLS:
         return None
     found: dict = {"method": "calibrated", "speedup": None, "difference": None}
-    at_hand = calibrated.at_hand(asked, engine.runners["MAR"])
+    runner: Any = engine.runners["MAR"]
+    at_hand = calibrated.at_hand(asked, runner)
     if at_hand is None:
         return found
     resolved, found["difference"] = at_hand

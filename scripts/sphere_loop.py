@@ -156,7 +156,8 @@ def main() -> None:
     if args.binary:
         torch.manual_seed(0)
         model = Causal(dataclasses.replace(model.config, binary=True)).eval().requires_grad_(False)
-    engine = Engine(CausalModels(model), max_batch=args.batch, device="cpu")
+        engine = Engine(CausalModels(model), max_batch=args.batch, device="cpu")
+    engine.runner.vae = None  # decoding is not compared
     labels = torch.arange(args.batch) % model.config.num_classes
 
     parts = compiled_parts(args.compile)

@@ -55,6 +55,14 @@ DENOISERS = {
     "dpm-solver++": {"head_calls": 5},
     "speculative": WINDOW,
 }
+CAUSAL_METHODS = {
+    "ar": {},
+    "speculative": WINDOW,
+    "speculative+block": {"verification": "block", **WINDOW},
+    "calibrated": {"head_calls": 6},
+    "euler": {"head_calls": 5},
+    "heun": {"head_calls": 5},
+}
 VQ_METHODS = {
     "ar": {},
     "speculative": {"draft": "jacobi", "window": 8},
@@ -77,6 +85,7 @@ TEXTS = [{"prompt": text} for text in ("a red heart", "man: red hair", "blue cir
 MODELS = {  # the family of each, five requests, and a guidance scale
     "digits32": ("MAR", CLASSES, 3.0),
     "digits32_vq": ("VQ", CLASSES, 3.0),
+    "emoji64_sphere": ("causal", CLASSES, 4.0),
     "emoji64_text": ("VQ", TEXTS, 4.5),
 }
 LEFT = 0.125  # of an image's tokens that a part of one leaves to be generated
@@ -84,6 +93,9 @@ LEFT = 0.125  # of an image's tokens that a part of one leaves to be generated
 
 def cases(family: str) -> list[tuple[str, dict]]:
     """A name and settings for every method and combination of a family, baseline sampling first."""
+    if family == "causal":
+        steps = {"num_sampling_steps": SETTINGS["num_sampling_steps"]}
+        return [(name, steps | {"method": name.partition("+")[0], **own}) for name, own in CAUSAL_METHODS.items()]
     if family == "VQ":
         found = [(method, {"method": method, **own}) for method, own in VQ_METHODS.items()]
         for (draft, method), rule in itertools.product(DRAFTS.items(), RULES):
@@ -130,9 +142,9 @@ def digests(checkpoint: str, family: str, subjects: list[dict], guidance: float)
         for cfg, (name, settings) in itertools.product((1.0, guidance), cases(family)):
             where = f"{checkpoint} {precision} batch {batch} cfg {cfg:g}: {name}"
             # whole images of VQ models take seconds: a part is enough of combinations, and with guidance
-            if family == "MAR" or (name in VQ_METHODS and cfg == 1 and precision == "fp32"):
+            if family != "VQ" or (name in VQ_METHODS and cfg == 1 and precision == "fp32"):
                 yield where, digests_of(engine, of, [{}] * batch, settings | {"cfg": cfg})
-            if family == "VQ" or "+" not in name:
+            if family == "VQ" or (family == "MAR" and "+" not in name):
                 yield f"{where}, of a part", digests_of(engine, of, parts, settings | {"cfg": cfg})
 
 

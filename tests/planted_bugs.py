@@ -624,15 +624,15 @@ BUGS = [
     Bug(
         "a refresh counts as a lazy iteration too",
         "cspd/masked/budget.py",
-        "lazy_before[None, :] - lazy_before[1:, None]",
-        "lazy_before[None, :] - lazy_before[:-1, None]",
+        "np.cumsum(np.triu(values, 1), axis=1)",
+        "np.cumsum(np.triu(values), axis=1)",
         "masked/test_budget.py",
     ),
     Bug(
         "an audit takes the exact conditions",
         "cspd/masked/budget.py",
-        'if replay.batch[0].request.backbone == "cached":',
-        'if replay.batch[0].request.backbone == "none":',
+        'if self.batch[0].request.backbone == "full" else conditions',
+        "if True else conditions",
         "masked/test_budget.py",
     ),
     Bug(

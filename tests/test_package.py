@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 import platform
 import subprocess
@@ -48,6 +49,16 @@ def test_the_packages_have_all_files_of_the_bundled_models():
                 folder = ROOT / Path(*package.split(".")[1:])
                 there -= {file for pattern in patterns.split(", ") for file in folder.glob(pattern)}
     assert not there
+
+
+def test_types_of_the_public_names_are_known():
+    """They are imported on first use, so that a checker of types learns them from a block of their own."""
+    tree = ast.parse((ROOT / "cspd" / "__init__.py").read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    found = {
+        alias.name: node.module for node in ast.walk(block) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert found == cspd.HOMES and {*found, "__version__"} == set(cspd.__all__)
 
 
 def test_versions_agree():

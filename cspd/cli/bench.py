@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.backend_bases import FigureCanvasBase
@@ -56,11 +57,13 @@ def contenders(
             found[name] = None
         elif name == "cspd":
             for gamma in gammas:
-                find("cspd", "MAR").option("gamma", request).check(gamma)
+                option = find("cspd", "MAR").option("gamma", request)
+                assert option is not None  # of this method
+                option.check(gamma)
                 num_rounds = -(-seq_len // gamma)
-                found[f"ar K={num_rounds}"] = replace(baseline, num_iter=num_rounds)
+                found[f"ar K={num_rounds}"] = baseline.but(num_iter=num_rounds)
                 for mode in verify:
-                    found[f"cspd {gamma} {mode}"] = replace(with_method(request, "cspd"), gamma=gamma, verify=mode)
+                    found[f"cspd {gamma} {mode}"] = with_method(request, "cspd").but(gamma=gamma, verify=mode)
         else:
             method, options = parse_method(name, more=(PUBLISHED,))
             if method == PUBLISHED:
@@ -143,15 +146,16 @@ def bench(
 
 def _common_settings(request: Request) -> dict:
     """The settings of a resolved request that all methods of its family have."""
-    return {option.name: getattr(request, option.name) for option in COMMON[request.family]}
+    return {option.name: getattr(request, option.name) for option in COMMON[str(request.family)]}
 
 
 def _requests(engine: Engine, request: Request, num: int, first: int = 0) -> list[Request]:
     """`num` requests with consecutive labels and seeds, from the `first` one on."""
     classes = engine.runner.num_classes
     requests = []
+    label: Any = request.label
     for i in range(first, first + num):
-        requests.append(replace(request, label=(request.label + i) % classes, seed=request.seed + i))
+        requests.append(replace(request, label=(label + i) % classes, seed=request.seed + i))
     return requests
 
 
@@ -205,7 +209,7 @@ def _mean_stats(stats: list[RoundStats]) -> dict:
         if guarantee != "heuristic":
             # the mean of the summed local bounds; a total variation distance is never above 1
             means["bound"] = min(1.0, statistics.mean(each.bound for each in stats))
-        means["step_compression"] = statistics.mean(each.step_compression for each in stats)
+        means["step_compression"] = statistics.mean(each.step_compression or 0 for each in stats)
     return means
 
 
@@ -233,7 +237,7 @@ def _memory(engine: Engine, request: Request, batch: int, num: int) -> dict:
     """Peak memory of `num` short requests through `batch` slots. The images are dropped at once."""
     family_wide = {option.name for option in COMMON[engine.runner.family]}
     settings = {name: value for name, value in MEMORY_SETTINGS.items() if name in family_wide}
-    short = replace(with_method(request, "ar"), **settings)
+    short = with_method(request, "ar").but(**settings)
     own = engine.with_slots(batch)
     reset_peak(engine.device)
     for _ in own.stream(_requests(engine, short, num)):
@@ -340,7 +344,8 @@ def run_bench(args: argparse.Namespace) -> None:
     for num_iter, cfg in itertools.product(args.num_iter or [None], args.cfg or [None]):
         requests.append(request_of(args, num_iter=num_iter, cfg=cfg, gamma=None, verify=None))
     settings = _all_settings(args, engine, requests[0], names)
-    space = space_of(checkpoint_files(args.checkpoint)["target"])
+    target: Any = checkpoint_files(args.checkpoint)["target"]
+    space = space_of(target)
     report = bench(
         engine,
         requests,
@@ -371,7 +376,8 @@ def _check_files(args: argparse.Namespace) -> None:
         formats = FigureCanvasBase.get_supported_filetypes()
         if _image_format(args.plot) not in formats:
             raise ValueError(f"--plot {args.plot}: the name must end in one of .{', .'.join(formats)}")
-        if space_of(checkpoint_files(args.checkpoint)["target"]) is None:
+        target: Any = checkpoint_files(args.checkpoint)["target"]
+        if space_of(target) is None:
             raise ValueError(f"--plot {args.plot}: only images of the bundled models have a classifier: omit --plot")
 
 
@@ -436,13 +442,15 @@ def run_calibrate(args: argparse.Namespace) -> None:
 
 def _chain_length(engine: Engine, request: Request) -> int:
     """Head calls of a token's full chain."""
-    return len(engine.runner.target.head.schedule(request.num_sampling_steps))
+    runner: Any = engine.runner
+    return len(runner.target.head.schedule(request.num_sampling_steps))
 
 
 def _show_calibrated(engine: Engine, request: Request) -> None:
     """Fits the head calls of a request, and prints the predicted divergence of other numbers of calls."""
     request = engine.resolve(request)
-    calibrations = engine.runner.tuning.calibrations["target"]
+    runner: Any = engine.runner
+    calibrations = runner.tuning.calibrations["target"]
     shortcut = calibrations.shortcut(request)
     has_noise = request.temperature > 0
     note = "" if has_noise else "; at temperature 0 it is infinite, and these are the values at temperature 1"
@@ -465,7 +473,8 @@ def _show_speculative(engine: Engine, request: Request, force: bool) -> None:
             f"temperature={request.temperature}, num_sampling_steps={request.num_sampling_steps}: there is nothing to"
             " draft without noise or with fewer than 3 steps: raise them"
         )
-    tuning = engine.runner.tuning
+    runner: Any = engine.runner
+    tuning = runner.tuning
     calibrations = tuning.calibrations["target"]
     costs = tuning.costs(request.guided, force)
     calibration = calibrations.get(request)

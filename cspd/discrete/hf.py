@@ -181,7 +181,8 @@ def read(folder: Folder, device: torch.device, decoder: Path | None) -> tuple[nn
     # without accelerate the weights are read into the CPU's memory, and the engine moves them
     straight = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
     try:
-        model, report = folder.architecture.model_class().from_pretrained(
+        model_class: Any = folder.architecture.model_class()
+        model, report = model_class.from_pretrained(
             folder.path,
             config=folder.own,
             dtype=folder.dtype,
@@ -267,7 +268,8 @@ class Prompts:
 
     def check(self, request: Request, most: int) -> None:
         """Raises ValueError if a prompt of a request is too long, or the tokenizer cannot express it."""
-        own = self.features(request.prompt, most, torch.device("cpu"))
+        prompt: Any = request.prompt
+        own = self.features(prompt, most, torch.device("cpu"))
         if request.negative_prompt is not None:
             self.features(request.negative_prompt, most, torch.device("cpu"))
         elif request.guided:
@@ -308,5 +310,5 @@ class HFEagle(Eagle):
 def load_hf_eagle(path: Path, target: HFConfig, dtype: torch.dtype) -> HFEagle:
     """Loads a drafter for a target, on the CPU. Raises CheckpointError as `mar.checkpoint.load_weights` does."""
     # a kind with a single size: the file's tensors must be those of this target's drafter
-    kind = replace(EAGLE, names={target.architecture: target}, create=lambda name: HFEagle(target))
+    kind: Any = replace(EAGLE, names={target.architecture: target}, create=lambda name: HFEagle(target))
     return load_weights(path, kind)[0].to(dtype)

@@ -179,7 +179,8 @@ class Replicas(Jobs):
 
 def app(settings: Settings) -> serve.Application:
     """The application for `serve run` and for Ray's configuration files."""
-    replica = serve.deployment(Replica).options(
+    deploy: Any = serve.deployment
+    replica = deploy(Replica).options(
         max_ongoing_requests=2 * settings.max_batch,  # the next ones wait there, so that no slot waits for them
         autoscaling_config={
             "min_replicas": settings.min_replicas,
@@ -197,7 +198,7 @@ def app(settings: Settings) -> serve.Application:
         replicas = Replicas(handle, settings.max_requests, settings.max_per_visitor)
         return app_of(replicas, hosts=names, origins=names, any_address=True, key=key)
 
-    front = serve.deployment(serve.ingress(application)()).options(
+    front = deploy(serve.ingress(application)()).options(
         name="Front", max_ongoing_requests=FRONT, ray_actor_options={"num_cpus": 0}
     )
     return front.bind(replica.bind(settings.checkpoint, settings.max_batch, settings.device, settings.precision))

@@ -240,7 +240,7 @@ def test_folders_of_bundled_models_are_read_and_never_written(calibrations, made
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("name", ["digits32", "emoji64"])
+@pytest.mark.parametrize("name", ["digits32", "emoji64", "emoji64_sphere"])
 def test_bundled_models_are_calibrated(name, device, monkeypatch):
     """At their usual settings and for every device: a fit from one device is right on another."""
     monkeypatch.setattr(tuning, "trace", None)  # nothing is fitted
