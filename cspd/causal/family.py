@@ -19,7 +19,7 @@ from cspd.graphs import Graphs
 from cspd.heads import calibrated, solvers, speculative  # noqa: F401
 from cspd.heads.chain import ANCESTRAL_MIXED, DENOISERS, Denoiser, run_plain_round
 from cspd.heads.speculative import VERIFICATION
-from cspd.heads.tuning import Tuning
+from cspd.heads.tuning import SEARCHED, SEARCHED_WINDOWS, Tuning
 from cspd.method import Method, register_family
 from cspd.models import NO_NAMES, ClassNames
 from cspd.request import Sequence, Stopwatch
@@ -145,4 +145,12 @@ class CausalModels:
                 )
 
 
-register_family(CausalModels.family, [AR, SPECULATIVE, CALIBRATED, DISA, EULER_METHOD, HEUN_METHOD])
+register_family(
+    CausalModels.family,
+    [AR, SPECULATIVE, CALIBRATED, DISA, EULER_METHOD, HEUN_METHOD],
+    searched=f"""
+        ar speculative disa {SEARCHED}
+        euler:head_calls=16 euler:head_calls=25 euler:head_calls=50 heun:head_calls=15 heun:head_calls=25
+    """,
+    windows=SEARCHED_WINDOWS + "speculative:window=16:verification=block speculative:window=24:verification=block",
+)

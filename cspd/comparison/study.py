@@ -23,7 +23,16 @@ from cspd.device import peak_bytes, reset_peak
 from cspd.engine import Engine, OnProgress
 from cspd.evaluation.images import Subject, asking_for, in_turn
 from cspd.files import read_item, write_item
-from cspd.method import GUARANTEES, guarantee_of, option_order, parse_method, plain_of, with_method
+from cspd.method import (
+    GUARANTEES,
+    SEARCHED,
+    WINDOWS,
+    guarantee_of,
+    option_order,
+    parse_method,
+    plain_of,
+    with_method,
+)
 from cspd.option import BUNDLED, check_integer
 from cspd.request import Output, Request, to_pil
 from cspd.runs import DECIDED, LAZY, MEASURED, Store, earlier_choices, missing_files
@@ -465,37 +474,9 @@ def baselines(
     return same_seeds, other_seeds
 
 
-# The candidates of `cspd tune`: the methods, with the settings that trade quality for speed.
+# The candidates of `cspd tune`, which each family registers.
 
 ITERATIONS = [8, 16, 32, 64]
-SEARCHED = {
-    "MAR": """
-        ar speculative disa
-        calibrated:head_calls=8 calibrated:head_calls=10 calibrated:head_calls=12 calibrated:head_calls=16
-        calibrated:head_calls=25
-        ddim:head_calls=10 ddim:head_calls=10:grid=planned ddim:head_calls=16:grid=planned
-        dpm-solver++:head_calls=10 dpm-solver++:head_calls=10:grid=planned
-        lazymar lazymar:denoiser=calibrated
-        gtr gtr:denoiser=calibrated
-    """,
-    "VQ": """
-        speculative sd:gamma=3 sd:gamma=5 eagle eagle2
-        sjd mc-sjd sjd-pac gsd
-        uniform-rsd cool-sd:delta=1.1 cool-sd:delta=1.5 lantern lantern++
-    """,
-    "causal": """
-        ar speculative
-        calibrated:head_calls=8 calibrated:head_calls=10 calibrated:head_calls=12 calibrated:head_calls=16
-        calibrated:head_calls=25
-        euler:head_calls=16 euler:head_calls=25 euler:head_calls=50 heun:head_calls=15 heun:head_calls=25
-    """,
-}
-OF_CHAINS = "speculative:window=4 speculative:window=8 speculative:window=16 speculative:window=24"
-WINDOWS = {  # more candidates, if quality may not change
-    "MAR": OF_CHAINS,
-    "VQ": "sjd:window=8 sjd:window=16 sjd:window=32 sjd-pac:window=16 sjd-pac:window=32",
-    "causal": OF_CHAINS,
-}
 
 
 def candidates(plain: Configuration, divergence: float | None) -> tuple[list[Configuration], dict[str, str]]:

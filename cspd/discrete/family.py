@@ -778,4 +778,10 @@ register_family(
     VQModels.family,
     [AR, SPECULATIVE, SD, EAGLE, EAGLE2, UNIFORM_RSD, COOL_SD, LANTERN, LANTERN_PLUS, SJD, MC_SJD, SJD_PAC, GSD, ZIPAR],
     named_by=_named_by,
+    searched="""
+        speculative sd:gamma=3 sd:gamma=5 eagle eagle2
+        sjd mc-sjd sjd-pac gsd
+        uniform-rsd cool-sd:delta=1.1 cool-sd:delta=1.5 lantern lantern++
+    """,
+    windows="sjd:window=8 sjd:window=16 sjd:window=32 sjd-pac:window=16 sjd-pac:window=32",
 )

@@ -63,5 +63,7 @@ def test_candidates_of_tune(folder):
         for divergence in (None, 0.0):
             found, left_out = candidates(plain, divergence)
             methods = {row.request.method for row in found}
-            assert methods == ({"speculative"} if divergence == 0 else {"speculative", "calibrated", "euler", "heun"})
+            assert methods == (
+                {"speculative"} if divergence == 0 else {"speculative", "calibrated", "disa", "euler", "heun"}
+            )
             assert all(name.split(":")[0] in ("calibrated", "speculative") for name in left_out)  # the chain is short
