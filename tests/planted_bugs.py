@@ -290,8 +290,8 @@ BUGS = [
     Bug(
         "the cache is refreshed late",
         "cspd/masked/backbones.py",
-        "since_warmup % request.refresh:",
-        "since_warmup % (request.refresh + 1):",
+        "(iteration - warmup) % refresh == 0",
+        "(iteration - warmup) % (refresh + 1) == 0",
         "masked/test_backbones.py",
     ),
     # CSpD

@@ -569,10 +569,19 @@ class Planner:
 
     def plan(self, request: Request, num_slots: int) -> Plan:
         """The fastest plan within a checked request's budget, for `num_slots` images at once."""
-        kind = request.but(label=None, seed=0, known=None), request.num_generated(self.target.config.seq_len), num_slots
+        kind = self._kind(request, num_slots)
         if kind not in self._planned:
             remember(self._planned, kind, self._make_plan(request, num_slots))
         return self._planned[kind]
+
+    def made(self, request: Request, num_slots: int) -> Plan | None:
+        """The plan of a request if it was made before."""
+        return self._planned.get(self._kind(request, num_slots))
+
+    def _kind(self, request: Request, num_slots: int) -> tuple:
+        """Everything that a plan depends on."""
+        own = {name: getattr(request, name) for name in KEPT}
+        return tuple(own.items()), request.num_generated(self.target.config.seq_len), num_slots
 
     def _make_plan(self, request: Request, num_slots: int) -> Plan:
         if request.budget == 0:
@@ -727,11 +736,10 @@ def explain(request: Request, runner: MARRunner) -> str:
 
 
 def planned(request: Request, runner: MARRunner) -> Plan | None:
-    """The plan of a resolved request, or None if its settings are not a plan's."""
-    open_settings = dict.fromkeys(name for name in request.settings if name not in KEPT)
-    plan = runner.tuning.planner.plan(request.but(**open_settings), runner.num_slots)
-    same = all(request.settings.get(name) == value for name, value in plan.settings.items())
-    return plan if same else None
+    """The plan of a resolved request, or None if its settings are not those of a plan that was made before."""
+    plan = runner.tuning.planner.made(request, runner.num_slots)
+    is_own = plan is not None and all(request.settings.get(name) == value for name, value in plan.settings.items())
+    return plan if is_own else None
 
 
 def resolve(request: Request, runner: MARRunner) -> Request:
