@@ -19,6 +19,10 @@ def outputs(notebook):
     return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
 
 
+def printed(notebook):
+    return [each.text for each in outputs(notebook) if each.output_type == "stream" and each.name == "stdout"]
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_committed_outputs_are_small_and_without_errors(path):
     notebook = nbformat.read(path, as_version=4)
@@ -33,10 +37,9 @@ def test_the_committed_outputs_are_small_and_without_errors(path):
 def test_it_runs_from_top_to_bottom(path, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", os.fspath(path.parents[1]))
     notebook = nbformat.read(path, as_version=4)
-    committed = [output.get("text") for output in outputs(notebook) if output.output_type == "stream"]
+    committed = printed(notebook)
     client = NotebookClient(
         notebook, timeout=SECONDS, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     )
     client.execute()
-    printed = [output.get("text") for output in outputs(notebook) if output.output_type == "stream"]
-    assert len(printed) == len(committed)
+    assert len(printed(notebook)) == len(committed)
