@@ -109,6 +109,17 @@ def test_equal_tokens_are_equal_images_in_every_batch(golden):
         assert torch.equal(image, runner.decode(own[None])[0])
 
 
+@pytest.mark.parametrize("settings", [{"cfg": 1.0}, {"cfg": 3.0}])
+def test_speculative_is_rounded_alike_in_every_batch(engine, settings):
+    """To the last bit, as with MAR."""
+    settings = {"method": "speculative", **METHODS["speculative"], **settings}
+    requests = [Request(label, label, num_sampling_steps=STEPS, **settings) for label in range(5)]
+    together = engine.with_slots(5).generate(requests)
+    for request, output in zip(requests, together):
+        (alone,) = engine.with_slots(1).generate([request])
+        assert torch.equal(alone.tokens, output.tokens) and torch.equal(alone.image, output.image)
+
+
 def test_without_a_window_speculative_is_ar(engine):
     for settings in RAGGED:
         (plain,) = engine.generate([request_of(settings, method="ar")])
