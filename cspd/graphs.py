@@ -137,8 +137,9 @@ class Graphs:
         with torch.inference_mode():  # so that later runs may write to the static tensors in any mode
             generation = next((each for each in self._generations if full_key in each.recorded), None)
             recorded = generation.recorded[full_key] if generation else None
-            if recorded and recorded.is_stale:  # its replay lives as long as its generation
-                generation.stale.append(generation.recorded.pop(full_key).replay)
+            if generation and recorded and recorded.is_stale:  # its replay lives as long as its generation
+                del generation.recorded[full_key]
+                generation.stale.append(recorded.replay)
                 generation = recorded = None  # or they would outlive a generation that is dropped now
             if generation is None:
                 recorded = self._record(full_key, function, _padded(inputs, shapes), state)

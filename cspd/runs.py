@@ -104,12 +104,14 @@ DECIDED = {
     "head_calls": int,
     "draft": str,
     "gamma": int,
+    "rounds": str,
     "backbone": str,
     "denoiser": str,
     "refreshes": str,
     "retain": float,
     "select": str,
     "null_every": int,
+    "corrected": bool,
 }
 REMEDY = "give another --out"
 TURN = 60  # seconds that a process of a shared run waits for its turn to claim the folder

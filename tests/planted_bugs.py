@@ -33,6 +33,34 @@ class Bug(NamedTuple):
 
 
 BUGS = [
+    Bug(
+        "what pip leaves in a clone is a model",
+        "cspd/models.py",
+        'if not folder.match("*.egg-info") and folder.name',
+        "if folder.name",
+        "test_package.py",
+    ),
+    Bug(
+        "the public names have no types",
+        "cspd/__init__.py",
+        "    from cspd.checkpoints import load\n",
+        "",
+        "test_package.py",
+    ),
+    Bug(
+        "options are left out of the site",
+        "scripts/site_hooks.py",
+        "    markdown = markdown.replace(OPTIONS, options_table(METHODS))\n",
+        "",
+        "test_docs.py",
+    ),
+    Bug(
+        "an unknown origin of a table is taken",
+        "scripts/results.py",
+        "or not content[field]:",
+        "and False:",
+        "test_docs.py",
+    ),
     # the head: schedule and guidance
     Bug(
         "variance of a denoising step",
@@ -269,8 +297,8 @@ BUGS = [
     Bug(
         "the cache is refreshed late",
         "cspd/masked/backbones.py",
-        "since_warmup % request.refresh:",
-        "since_warmup % (request.refresh + 1):",
+        "(iteration - warmup) % refresh == 0",
+        "(iteration - warmup) % (refresh + 1) == 0",
         "masked/test_backbones.py",
     ),
     # CSpD
@@ -381,6 +409,13 @@ BUGS = [
         "discrete/test_prices.py::test_every_verified_code_counts",
     ),
     Bug(
+        "an audit takes the first depth for all",
+        "cspd/discrete/prices.py",
+        "        depth[each, position],\n",
+        "        depth[each, 0],\n",
+        "discrete/test_prices.py::test_every_verified_code_counts",
+    ),
+    Bug(
         "a price forgets how likely rejections are",
         "cspd/discrete/prices.py",
         "torch.where(is_present, weight * share, weight)",
@@ -400,6 +435,13 @@ BUGS = [
         "terms = C * (C / P).log()",
         "terms = P * (P / C).log()",
         "discrete/test_prices.py",
+    ),
+    Bug(
+        "a budget is exceeded by one value of the dial",
+        "cspd/discrete/family.py",
+        "{name: values[count - 1]}",
+        "{name: values[min(count, len(values) - 1)]}",
+        "discrete/test_budget.py",
     ),
     Bug(
         "rows look at tokens that are not decoded",
@@ -631,15 +673,15 @@ BUGS = [
     Bug(
         "a refresh counts as a lazy iteration too",
         "cspd/masked/budget.py",
-        "lazy_before[None, :] - lazy_before[1:, None]",
-        "lazy_before[None, :] - lazy_before[:-1, None]",
+        "np.cumsum(np.triu(values, 1), axis=1)",
+        "np.cumsum(np.triu(values), axis=1)",
         "masked/test_budget.py",
     ),
     Bug(
         "an audit takes the exact conditions",
         "cspd/masked/budget.py",
-        'if replay.batch[0].request.backbone == "cached":',
-        'if replay.batch[0].request.backbone == "none":',
+        'if self.batch[0].request.backbone == "full" else conditions',
+        "if True else conditions",
         "masked/test_budget.py",
     ),
     Bug(

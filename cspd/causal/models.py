@@ -563,7 +563,7 @@ def sample_published(
     for token in range(config.seq_len):
         end = first + inputs.shape[1]
         column = torch.arange(first, end, device=device)
-        cache = CacheView(keys, values, slice(0, len(classes)), slice(first, end), end)
+        cache = CacheView(keys.unbind(), values.unbind(), slice(0, len(classes)), slice(first, end), end)
         features = model.features(inputs, column.unsqueeze(0), model.mask(column, end), cache)[:, -num_cells:]
         z = model.condition(features, torch.full_like(classes, token))
         scale = guidance_scale(cfg, cfg_schedule, token, config.seq_len)

@@ -63,7 +63,9 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.view = view
 
-    def update(self, key: Tensor, value: Tensor, layer: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(  # type: ignore[override]
+        self, key: Tensor, value: Tensor, layer: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """As `CacheView.update`."""
         return self.view.update(layer, key, value)
 
@@ -79,9 +81,10 @@ class HFModel(nn.Module):
     def __init__(self, config: HFConfig, parts: Parts) -> None:
         super().__init__()
         self.config = config
-        self.decoder = parts.decoder
-        self.decoder.set_attn_implementation("sdpa")  # the fastest one that takes any mask
-        self.cls_embedding = self.decoder.get_input_embeddings()
+        decoder: Any = parts.decoder
+        self.decoder = decoder
+        decoder.set_attn_implementation("sdpa")  # the fastest one that takes any mask
+        self.cls_embedding = decoder.get_input_embeddings()
         self.tok_embeddings = nn.Embedding.from_pretrained(parts.codes)
         self.output = parts.output
 
@@ -145,7 +148,7 @@ class Pixels(nn.Module):
     @property
     def codebook(self) -> Tensor:
         """The vectors [V, c] that the decoder receives."""
-        return self.quantize.embedding.weight
+        return self.quantize.get_submodule("embedding").get_parameter("weight")
 
     def encode(self, image: Tensor) -> Tensor:
         tokens = self.vqmodel.encode(self._normed(image)).image_tokens
@@ -339,7 +342,7 @@ def _chameleon_parts(model: Any, image: Image, decoder: Path | None) -> Parts:
     """`transformers` masks the logits of image tokens after the output layer, so the layer is used without the mask."""
     embeddings = model.model.embed_tokens.weight.detach()
     codes = embeddings[_index(image.tokens, embeddings)]
-    pixels = decoder and ChameleonPixels(model.model.vqmodel, image, decoder)
+    pixels = None if decoder is None else ChameleonPixels(model.model.vqmodel, image, decoder)
     return Parts(model.model, codes, _rows(model.lm_head, image.tokens), pixels)
 
 

@@ -36,7 +36,7 @@ class SiblingVerdicts(NamedTuple):
         bounds: computes the rule's local bounds; None if all are 0.
     """
 
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # a tuple has a method of this name
     residual: Tensor
     present: Tensor
     bounds: Bounds | None
@@ -173,7 +173,9 @@ def _verify_in_turn(
         if is_chosen:
             Q = point(x, P)
         elif rank > 0:
+            assert Q is not None
             Q = without(Q[..., :size, :], candidates[..., :size, rank - 1])
+        assert Q is not None
 
         # f, at the candidates or everywhere
         at_x = x.unsqueeze(-1)
@@ -440,7 +442,7 @@ class Verified(NamedTuple):
         verification: what a rule did; None if tokens are compared with the target's own.
     """
 
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # a tuple has a method of this name
     path: Tensor
     last: Tensor
     tried: Tensor

@@ -679,6 +679,13 @@ OPTIONS = (
         metavar="N",
     ),
     Option(
+        "corrected",
+        bool,
+        "fit the state after skipped steps again to the full chain's: nearer tokens, but a larger divergence",
+        default=True,
+        implied=True,
+    ),
+    Option(
         "audit",
         float,
         "share of the skipped steps at which the head is evaluated after all, to measure this run's divergence",
@@ -712,14 +719,17 @@ def resolve(request: Request, runner: ContinuousRunner) -> Request:
     if calls is None and most is None:
         calls = min(HEAD_CALLS, request.num_sampling_steps)
     calibrations = runner.tuning.calibrations["target"]
-    with calibrations.fitting(request.but(head_calls=calls), Predictor, Shortcut):
+    is_corrected = request.corrected is not False
+    kinds = (Predictor, Shortcut) if is_corrected else (Predictor,)
+    with calibrations.fitting(request.but(head_calls=calls), *kinds):
         plan = calibrations.plan(request, calls, most if calls is None else None)
         if most is not None and plan.cost > most:
             predicted = f"head_calls={calls} has a predicted divergence of {plan.cost:.3g} nats per token"
             raise ValueError(f"{predicted}, above divergence={most}: give only one of head_calls and divergence")
         request = request.but(head_calls=len(plan.steps))
-        calibrations.shortcut(request)  # so that no round has to wait for the fit
-    if request.chains:  # CSpD's, of both models
+        if is_corrected:
+            calibrations.shortcut(request)  # so that no round has to wait for the fit
+    if request.chains and is_corrected:  # CSpD's, of both models
         runner.tuning.calibrations["draft"].shortcut(request)
     return request
 
@@ -733,13 +743,12 @@ def at_hand(request: Request, runner: ContinuousRunner) -> tuple[Request, float]
 
 
 class _Fitted:
-    """The segments of a model's shortcut and its measured values, shared by sequences of equal settings."""
+    """The segments of a model's plan and the values that were measured of it, shared by sequences of equal settings."""
 
     def __init__(self, runner: ContinuousRunner, model: str, request: Request) -> None:
         calibrations = runner.tuning.calibrations[model]
-        shortcut = calibrations.shortcut(request)
         self.segments = calibrations.segments(request)
-        self.measured = shortcut.measured()
+        self.measured = {} if request.corrected is False else calibrations.shortcut(request).measured()
         self.num_full = sum(segment.is_full for segment in self.segments)
 
 

@@ -22,7 +22,16 @@ from cspd import noise
 from cspd.device import Precision, seconds_of, send
 from cspd.files import ArrayCache, Kind, content_hash, measured_once, of_device, remember, user_cache
 from cspd.graphs import Graphs
-from cspd.heads.calibrated import Plan, Predictor, Segment, Shortcut, fit_predictor, fit_shortcut, plan_of
+from cspd.heads.calibrated import (
+    Plan,
+    Predictor,
+    Segment,
+    Shortcut,
+    fit_predictor,
+    fit_shortcut,
+    make_segments,
+    plan_of,
+)
 from cspd.heads.calibration import (
     CHOOSING,
     PARTS,
@@ -360,11 +369,16 @@ class Calibrations:
         return self._cache.get(kind, {**self._of_chains(request), **own}, make)
 
     def segments(self, request: Request) -> list[Segment]:
-        """The segments of a request's shortcut, on the device."""
-        settings = json.dumps(self._settings(request, Shortcut))
+        """The segments of a request's shortcut, or of its plan if they are not corrected, on the device."""
+        settings = json.dumps([self._settings(request, Shortcut), request.corrected is not False])
         if settings not in self._segments:
             own = self._schedule(request), self.predictor(request)
-            segments = self.shortcut(request).segments(*own, request.null_every, self.device)
+            if request.corrected is False:
+                steps = self.plan(request, request.head_calls).steps
+                nothing = np.zeros((len(steps), 2), np.float32)
+                segments = make_segments(steps, *own, nothing, request.null_every, self.device)
+            else:
+                segments = self.shortcut(request).segments(*own, request.null_every, self.device)
             remember(self._segments, settings, segments)
         return self._segments[settings]
 

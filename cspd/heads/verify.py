@@ -112,7 +112,7 @@ def residual(
     Returns:
         (y [R, d], tries int64 [R]), as in `first_accepted`.
     """
-    p, q = tuple(t[:, None] for t in p), tuple(t[:, None] for t in q)
+    p, q = (p[0][:, None], p[1][:, None]), (q[0][:, None], q[1][:, None])
 
     def accept_probability(y: Tensor) -> Tensor:
         x = reflect(y, q, p)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from cspd.device import check_fits, send_integers
 from cspd.heads.chain import Conditions, Rows, full_conditions
-from cspd.masked.orders import timetable
+from cspd.masked.orders import num_rounds, timetable
 from cspd.masked.runner import MARRunner
 from cspd.method import as_it_is, nothing_more
 from cspd.option import Option
@@ -392,7 +392,7 @@ KEPT = Option(
 REFRESHES = Option(
     "refreshes",
     str,
-    "the iterations, from 0, that evaluate the full transformer, in place of refresh and warmup: such as 0-4,9,18",
+    "the rounds, from 0, that evaluate the full transformer, in place of refresh and warmup: such as 0-4,9,18",
     metavar="LIST",
 )
 REUSE_NULL = Option(
@@ -487,7 +487,7 @@ def full_iterations(refreshes: str | None, warmup: int, refresh: int, num_iter: 
 
 
 def _full_iterations(request: Request) -> tuple[bool, ...]:
-    return full_iterations(request.refreshes, request.warmup, request.refresh, request.num_iter)
+    return full_iterations(request.refreshes, request.warmup, request.refresh, num_rounds(request))
 
 
 def kind(request: Request, iteration: int) -> str:
@@ -661,7 +661,7 @@ def planned(runner: MARRunner, batch: list[Sequence], rows: Rows, committed_befo
     new = committed - committed_before
 
     # the schedule is for 64 iterations; with another number, it depends on the fraction of them that are done
-    progress = [len(FRACTIONS) * each.iteration // each.request.num_iter for each in batch]
+    progress = [len(FRACTIONS) * each.iteration // num_rounds(each.request) for each in batch]
     retained = np.floor(request.retain * FRACTIONS[progress] * num_positions).astype(np.int64)
     least = new + math.ceil(MIN_SELECTED * num_positions)
     others = np.maximum(retained - predicted, least)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cspd import noise
-from cspd.device import seconds_of
+from cspd.device import seconds_of, send_integers
 from cspd.files import measured_once, of_device, remember, user_cache
 from cspd.graphs import Graphs
 from cspd.heads.calibrated import Predictor, drawing, is_full_call, make_segments, plan_of
@@ -34,7 +34,8 @@ from cspd.terminal import Advance, counting, no_advance
 # and its conditions z are compared with the exact ones (`cspd.heads.prices`).
 #
 # A cached backbone errs more, the longer ago the whole transformer was evaluated. Its price is measured for each
-# iteration k after a refresh at iteration j, for some j ("anchors").
+# iteration k after a refresh at iteration j, for some j ("anchors"). The tokens of several iterations can also be drawn
+# together, by the conditions z of the first: these do not know the tokens between, and their price is measured alike.
 
 TOKENS, MOST_IMAGES = 512, 8  # of the exact images
 EVERY = 5  # of the denoising steps, one is evaluated for each token
@@ -48,6 +49,7 @@ LAZY: tuple[dict[str, object], ...] = (  # settings of the cached backbone's laz
     {"retain": 0.0, "select": "attention"},
 )
 ANCHORS = 9
+JOINED = 16  # iterations that may be drawn together with the one before them
 
 
 class Replay:
@@ -90,13 +92,25 @@ class Replay:
             advance(1 / len(iterations))
         return parts
 
-    def conditions(self, first: int = 0, **settings: object) -> Iterator[Tensor]:
-        """z [G, R, D] of the iterations from `first` on, by the cached backbone with these settings."""
+    def ahead(self, iteration: int, stop: int) -> Tensor:
+        """z [G, R, D] of the iterations after an iteration, up to `stop`, by its state: iteration by iteration."""
+        begin = self.rows(iteration)
+        masked = timetable(self.batch[0].request, self.runner.seq_len).masked
+        num_ahead = self.runner.seq_len - int(masked[stop - 1]) - begin.committed[0]
+        rows = self.runner.rows(self.batch, begin.committed, [num_ahead] * len(self.batch))
+        z = self.runner.conditions(self.batch, rows)
+        later = np.flatnonzero(rows.iteration > iteration)
+        by_iteration = later[np.argsort(rows.iteration[later], kind="stable")]
+        return z[:, send_integers(by_iteration, self.runner.device)]
+
+    def conditions(self, first: int = 0, **settings: object) -> Iterator[tuple[Rows, Tensor]]:
+        """The rows of the rounds from `first` on, and their z [G, R, D], by the cached backbone with these settings."""
         for sequence in self.batch:
             sequence.request = sequence.request.but(**settings)
-        for iteration in range(first, self.num_iter):
-            rows = self.rows(iteration)
-            yield conditions(self.runner, self.batch, rows)
+        evaluate = full_conditions if self.batch[0].request.backbone == "full" else conditions
+        for number in range(first, self.num_iter):
+            rows = self.rows(number)
+            yield rows, evaluate(self.runner, self.batch, rows)
 
 
 @dataclass(frozen=True)
@@ -107,8 +121,10 @@ class Prices:
         head_calls, null_every: int16 [H], the settings of `calibrated` that were measured.
         of_calls: float32 [H, 2], their prices and standard errors.
         anchors: int16 [A], iterations with a full evaluation.
-        lazy: float32 [S, A, K], for each of `LAZY`, of the tokens of iteration k after a refresh at an anchor; 0 before
-            it. lazy_error: float32 [S, A], standard error of the mean over the tokens after an anchor.
+        lazy: float32 [S, A, K], for each of `LAZY`, of the tokens of the l-th iteration after a refresh at an anchor;
+            0 beyond the last iteration.
+        joined: float32 [A, J], of the tokens of the l-th iteration after an anchor by its conditions, l up to `JOINED`.
+        lazy_error, joined_error: float32 [S, A] and [A], standard errors of the means over the tokens after an anchor.
     """
 
     head_calls: np.ndarray
@@ -117,6 +133,8 @@ class Prices:
     anchors: np.ndarray
     lazy: np.ndarray
     lazy_error: np.ndarray
+    joined: np.ndarray
+    joined_error: np.ndarray
 
     def check(self, num_steps: int) -> None:
         """Raises ValueError unless shapes, types and ranges are right for T = `num_steps` denoising steps."""
@@ -128,30 +146,33 @@ class Prices:
             "anchors": (np.int16, (num_anchors,), 0, num_iter),
             "lazy": (np.float32, (len(LAZY), num_anchors, num_iter), 0, np.inf),
             "lazy_error": (np.float32, (len(LAZY), num_anchors), 0, np.inf),
+            "joined": (np.float32, (num_anchors, 1 + JOINED), 0, np.inf),
+            "joined_error": (np.float32, (num_anchors,), 0, np.inf),
         }
         check_arrays("prices", vars(self), wanted)
 
-    def after(self, which: int) -> np.ndarray:
-        """cost[j, k], nats per token of iteration k after a refresh at iteration j < k, [K, K], for `LAZY[which]`.
+    def between(self, by_lag: np.ndarray) -> np.ndarray:
+        """cost[j, k], nats per token of iteration k after iteration j < k, [K, K].
 
         Between two anchors it is interpolated at the same distance k - j.
+
+        Args:
+            by_lag: [A, lags], of the tokens of the l-th iteration after an anchor. Longer distances cost infinitely.
         """
-        num_iter = self.lazy.shape[-1]
-        cost = np.zeros((num_iter, num_iter))
-        for lag in range(1, num_iter):
+        num_iter, num_lags = self.lazy.shape[-1], by_lag.shape[1]
+        cost = np.triu(np.full((num_iter, num_iter), np.inf), 1)
+        for lag in range(1, min(num_lags, num_iter)):
             known = np.flatnonzero(self.anchors + lag < num_iter)
-            anchors = self.anchors[known].astype(int)
-            refreshes = np.arange(num_iter - lag)
-            cost[refreshes, refreshes + lag] = np.interp(refreshes, anchors, self.lazy[which, known, anchors + lag])
+            starts = np.arange(num_iter - lag)
+            cost[starts, starts + lag] = np.interp(starts, self.anchors[known].astype(int), by_lag[known, lag])
         return cost
 
-    def relative_error(self, which: int) -> float:
-        """The usual standard error of `lazy`, relative to it, for `LAZY[which]`."""
-        num_iter = self.lazy.shape[-1]
-        later = num_iter - 1 - self.anchors
-        means = self.lazy[which].sum(1) / np.maximum(later, 1)
-        is_known = means > 0
-        return float(np.median(self.lazy_error[which][is_known] / means[is_known])) if is_known.any() else 0.0
+
+def relative_error(errors: np.ndarray, by_lag: np.ndarray) -> float:
+    """The usual standard error of prices [A], relative to their means over `by_lag` [A, lags]."""
+    means = by_lag.sum(1) / np.maximum((by_lag > 0).sum(1), 1)
+    is_known = means > 0
+    return float(np.median(errors[is_known] / means[is_known])) if is_known.any() else 0.0
 
 
 def anchors_of(num_iter: int) -> list[int]:
@@ -189,15 +210,26 @@ def measure(replay: Replay, predictor: Predictor, s: Schedule, advance: Advance 
     lazy_error = np.zeros(lazy.shape[:2], np.float32)
     for row, settings in enumerate(LAZY):
         for column, anchor in enumerate(anchors):
-            _, *stale = replay.conditions(anchor, refreshes=str(anchor), **settings)
+            _, *stale = (z for _, z in replay.conditions(anchor, refreshes=str(anchor), **settings))
             if not stale:  # the anchor is the last iteration
                 continue
             own = joined(by_iteration[anchor + 1 :]).to(runner.device)
             nats = of_conditions(head, own, torch.cat(stale, dim=1), s, precision, EVERY)
-            means = [part.mean().item() for part in nats.split(counts[anchor + 1 :])]
-            lazy[row, column, anchor + 1 :] = means
+            lazy[row, column, 1 : num_iter - anchor] = _means(nats, counts[anchor + 1 :])
             lazy_error[row, column] = price_of(nats, own.seed).error
-            advance(0.3 / (len(LAZY) * len(anchors)))
+            advance(0.2 / (len(LAZY) * len(anchors)))
+
+    together = np.zeros((len(anchors), 1 + JOINED), np.float32)
+    together_error = np.zeros(len(anchors), np.float32)
+    for column, anchor in enumerate(anchors):
+        stop = min(anchor + 1 + JOINED, num_iter)
+        if stop == anchor + 1:
+            continue
+        own = joined(by_iteration[anchor + 1 : stop]).to(runner.device)
+        nats = of_conditions(head, own, replay.ahead(anchor, stop), s, precision, EVERY)
+        together[column, 1 : stop - anchor] = _means(nats, counts[anchor + 1 : stop])
+        together_error[column] = price_of(nats, own.seed).error
+        advance(0.1 / len(anchors))
     return Prices(
         head_calls=np.array([number for number, _ in pairs], np.int16),
         null_every=np.array([null for _, null in pairs], np.int16),
@@ -205,7 +237,14 @@ def measure(replay: Replay, predictor: Predictor, s: Schedule, advance: Advance 
         anchors=np.array(anchors, np.int16),
         lazy=lazy,
         lazy_error=lazy_error,
+        joined=together,
+        joined_error=together_error,
     )
+
+
+def _means(values: Tensor, counts: Several[int]) -> list[float]:
+    """The means of successive parts of values [N], of `counts` values each."""
+    return [part.mean().item() for part in values.split(counts)]
 
 
 def calls_of(steps: Several[int], null_every: int) -> dict[int, bool]:
@@ -240,7 +279,7 @@ TIMED = 6  # iterations of which the backbone is timed
 REPEATS = 4
 CALLS = 10  # head calls of the chains that are timed
 LARGEST = 1e6  # seconds
-COSTS_SCHEMA, PRICES_SCHEMA = "cspd.round_costs/1", "cspd.prices/1"
+COSTS_SCHEMA, PRICES_SCHEMA, PLAN_SCHEMA = "cspd.round_costs/2", "cspd.prices/2", "cspd.plan_price/1"
 
 
 @dataclass(frozen=True)
@@ -272,14 +311,13 @@ class RoundCosts:
         """Seconds of each iteration [K], interpolated between the timed ones."""
         return np.interp(np.arange(num_iter), self.iterations, seconds)
 
-    def head(self, counts: np.ndarray, num_both: int, num_one: int) -> float:
-        """Seconds of the chains of all iterations.
+    def head(self, rows: np.ndarray, num_both: int, num_one: int) -> np.ndarray:
+        """Seconds of chains of `rows` tokens at once, of any shape.
 
         Args:
-            counts: tokens at once in each iteration [K]. num_both, num_one: head calls with both branches, and with the
-                conditional one only.
+            num_both, num_one: head calls with both branches, and with the conditional one only.
         """
-        both, one = (np.interp(counts, self.rows, seconds).sum() for seconds in (self.both, self.one))
+        both, one = (np.interp(rows, self.rows, seconds) for seconds in (self.both, self.one))
         return num_both * both + num_one * one
 
 
@@ -297,7 +335,8 @@ def time_rounds(replay: Replay, predictor: Predictor) -> RoundCosts:
     lazy = [[_time_lazy(replay, iteration, settings) for iteration in iterations] for settings in LAZY]
 
     counts = -np.diff(runner.num_masked(request), prepend=request.num_generated(runner.seq_len))
-    sizes = np.unique([counts.min(), int(np.median(counts)), counts.max()]) * len(replay.batch)
+    several = counts.max() * np.array([1, 4, 1 + JOINED])
+    sizes = np.unique([counts.min(), *several.clip(max=counts.sum())]) * len(replay.batch)
     times = [_time_calls(runner, predictor, request, int(size)) for size in sizes]
     both, one = zip(*times)
     return RoundCosts(iterations, full, lazy, sizes.tolist(), list(both), list(one))
@@ -353,18 +392,32 @@ def _time_calls(runner: MARRunner, predictor: Predictor, request: Request, size:
 EXACT_BACKBONE: dict[str, object] = {"backbone": "full"}
 EXACT_HEAD: dict[str, object] = {"denoiser": "speculative"}
 EXACT = EXACT_BACKBONE | EXACT_HEAD
-SHOWN = ("backbone", "refreshes", "retain", "select", "denoiser", "head_calls", "null_every", "window")  # of a plan
+SHOWN = (
+    "rounds",
+    "backbone",
+    "refreshes",
+    "retain",
+    "select",
+    "denoiser",
+    "head_calls",
+    "null_every",
+    "window",
+)  # of a plan
 KEPT = (BUDGET.name, *(option.name for option in MAR_OPTIONS))  # settings that a plan depends on
 
-WEIGHTS = np.concatenate([[0.0], np.logspace(-4, 4, 49)])  # seconds of a round's mean that a nat is worth
+WEIGHTS = np.concatenate([[0.0], np.logspace(-3, 4, 29)])  # a nat per token is worth so many times `ar`'s seconds
 WORTH = 0.95  # of the time of the fastest exact way: an approximation must take less
+
+
+TRIES = 5  # plans whose price as a whole is measured; each time the parts may cost less
 
 
 class Plan(NamedTuple):
     """How images are made: settings of a request, and what is predicted of them.
 
     Attributes:
-        settings: of the axes and their options. price: the sum of the prices of its parts; 0 if it is exact.
+        settings: of the axes and their options. price: of the whole on other images, or before that the sum of the
+            prices of its parts; 0 if it is exact.
         speedup: of its rounds over those of `ar`; None if nothing was timed.
     """
 
@@ -373,48 +426,90 @@ class Plan(NamedTuple):
     speedup: float | None
 
 
-def refresh_plans(
-    cost: np.ndarray, counts: np.ndarray, full: np.ndarray, lazy: np.ndarray
-) -> Iterator[tuple[float, float, tuple[int, ...]]]:
-    """The best iterations for full evaluations at each exchange rate between nats and seconds.
+def shortest(costs: np.ndarray) -> tuple[int, ...]:
+    """The stops of the cheapest path from 0 to N; costs[i, j] of a step from i to j > i: [N, N + 1]."""
+    num_stops = len(costs)
+    best = np.zeros(num_stops + 1)
+    came_from = np.zeros(num_stops + 1, int)
+    for j in range(1, num_stops + 1):
+        totals = best[:j] + costs[:j, j]
+        came_from[j] = totals.argmin()
+        best[j] = totals[came_from[j]]
+    path = [int(came_from[num_stops])]
+    while path[-1] != 0:
+        path.append(int(came_from[path[-1]]))
+    return tuple(reversed(path))
 
-    A shortest path: from a full evaluation at i to the next one at j, all iterations between are lazy.
+
+def between(values: np.ndarray) -> np.ndarray:
+    """sums[i, j] of values[i, k] over i < k < j: [N, N + 1], from [N, N]."""
+    return np.concatenate([np.zeros((len(values), 1)), np.cumsum(np.triu(values, 1), axis=1)], axis=1)
+
+
+def steps_of(stops: Several[int], end: int) -> tuple[np.ndarray, np.ndarray]:
+    """The steps of a path as indices (i, j)."""
+    return np.array(stops), np.array([*stops[1:], end])
+
+
+class RoundPlan(NamedTuple):
+    """Iterations that begin a round; nats per token of those that are drawn with them; seconds of the head."""
+
+    starts: tuple[int, ...]
+    nats: float
+    head_seconds: float
+
+
+def plan_rounds(
+    cost: np.ndarray, counts: np.ndarray, backbone: np.ndarray, head: np.ndarray, weight: float
+) -> RoundPlan:
+    """The best rounds if a nat per token is worth `weight` seconds.
 
     Args:
-        cost: [K, K], nats per token of iteration k after a refresh at j. counts: tokens of each iteration [K].
-        full, lazy: seconds of both kinds of evaluation in each iteration [K].
-
-    Yields:
-        (nats per token, seconds, the iterations with a full evaluation), without duplicates.
+        cost: [K, K], nats per token of iteration k by the conditions of iteration j. counts: tokens of each iteration
+            [K]. backbone: seconds of an evaluation at each iteration [K]. head: [K, K + 1], seconds of the head for the
+            tokens of iterations i .. j - 1 at once.
     """
-    num_iter = len(counts)
-    nats = cost * counts / counts.sum()
-    # between[i, j]: of the iterations i + 1 .. j - 1, after a refresh at i; the end counts as a refresh
-    nats_between = np.concatenate([np.zeros((num_iter, 1)), np.cumsum(np.triu(nats, 1), axis=1)], axis=1)
-    lazy_before = np.concatenate([[0.0], np.cumsum(lazy)])
-    seconds_between = lazy_before[None, :] - lazy_before[1:, None]
-    full_at = np.append(full, 0.0)
-    scale = full.mean()
-    seen = set()
-    for weight in WEIGHTS:
-        best = np.full(num_iter + 1, np.inf)
-        best[0] = full_at[0]
-        came_from = np.zeros(num_iter + 1, int)
-        for j in range(1, num_iter + 1):
-            totals = best[:j] + seconds_between[:j, j] + weight * scale * num_iter * nats_between[:j, j] + full_at[j]
-            came_from[j] = totals.argmin()
-            best[j] = totals[came_from[j]]
-        path = [num_iter]
-        while path[-1] != 0:
-            path.append(int(came_from[path[-1]]))
-        stops = path[::-1]
-        refreshes = tuple(stops[:-1])
-        if refreshes not in seen:
-            seen.add(refreshes)
-            pairs = list(itertools.pairwise(stops))
-            total = sum(nats_between[i, j] for i, j in pairs)
-            seconds = sum(seconds_between[i, j] + full_at[i] for i, j in pairs)
-            yield float(total), float(seconds), refreshes
+    nats = between(cost * counts / counts.sum())
+    with np.errstate(invalid="ignore"):
+        worth = np.where(np.isinf(nats), np.inf, weight * nats)
+    starts = shortest(backbone[:, None] + head + worth)
+    steps = steps_of(starts, len(counts))
+    return RoundPlan(starts, float(nats[steps].sum()), float(head[steps].sum()))
+
+
+class RefreshPlan(NamedTuple):
+    """Rounds that evaluate the whole transformer; nats per token of the others; seconds of the backbone."""
+
+    refreshes: tuple[int, ...]
+    nats: float
+    seconds: float
+
+
+def plan_refreshes(
+    cost: np.ndarray, counts: np.ndarray, full: np.ndarray, lazy: np.ndarray, weight: float
+) -> RefreshPlan:
+    """The best rounds for full evaluations if a nat per token is worth `weight` seconds; all others are lazy.
+
+    Args:
+        cost: [R, R], nats per token of round k after a refresh at round j. counts: tokens of each round [R].
+        full, lazy: seconds of both kinds of evaluation in each round [R].
+    """
+    nats = between(cost * counts / counts.sum())
+    seconds = full[:, None] + between(np.broadcast_to(lazy, (len(lazy), len(lazy))))
+    refreshes = shortest(seconds + weight * nats)
+    steps = steps_of(refreshes, len(counts))
+    return RefreshPlan(refreshes, float(nats[steps].sum()), float(seconds[steps].sum()))
+
+
+@dataclass(frozen=True)
+class PlanPrice:
+    """price: float32 [2], of a plan as a whole, and its standard error."""
+
+    price: np.ndarray
+
+    def check(self, *_: int) -> None:
+        """Raises ValueError unless shape, type and range are right."""
+        check_arrays("the price of a plan", vars(self), {"price": (np.float32, (2,), 0, np.inf)})
 
 
 class Planner:
@@ -429,6 +524,7 @@ class Planner:
         self.target, self.device, self.precision = tuning.target, tuning.device, tuning.precision
         self.calibrations = tuning.calibrations["target"]
         self._planned: dict[Any, Plan] = {}
+        self._others: tuple[dict, Replay, Trace] | None = None
 
     def prices(self, request: Request) -> Prices:
         """The prices for a request's guidance, temperature, T and K; measured on first use and cached."""
@@ -473,10 +569,19 @@ class Planner:
 
     def plan(self, request: Request, num_slots: int) -> Plan:
         """The fastest plan within a checked request's budget, for `num_slots` images at once."""
-        kind = request.but(label=None, seed=0, known=None), request.num_generated(self.target.config.seq_len), num_slots
+        kind = self._kind(request, num_slots)
         if kind not in self._planned:
             remember(self._planned, kind, self._make_plan(request, num_slots))
         return self._planned[kind]
+
+    def made(self, request: Request, num_slots: int) -> Plan | None:
+        """The plan of a request if it was made before."""
+        return self._planned.get(self._kind(request, num_slots))
+
+    def _kind(self, request: Request, num_slots: int) -> tuple:
+        """Everything that a plan depends on."""
+        own = {name: getattr(request, name) for name in KEPT}
+        return tuple(own.items()), request.num_generated(self.target.config.seq_len), num_slots
 
     def _make_plan(self, request: Request, num_slots: int) -> Plan:
         if request.budget == 0:
@@ -485,7 +590,43 @@ class Planner:
         counts = -np.diff(masked, prepend=request.num_generated(self.target.config.seq_len))
         costs = self.round_costs(request, num_slots)
         exact = self._exact_head(request, costs, counts, num_slots)
-        return best_plan(request, self.prices(request), costs, counts, num_slots, exact)
+        limit = request.budget
+        for _ in range(TRIES):
+            plan = best_plan(request.but(budget=limit), self.prices(request), costs, counts, num_slots, exact)
+            if plan.settings == EXACT:
+                return plan
+            price = self._price_of_plan(request, plan)
+            if price.divergence <= request.budget:
+                return plan._replace(price=price)
+            limit *= 0.95 * request.budget / price.divergence
+        return Plan(EXACT, Price(0.0, 0.0), None)
+
+    def _price_of_plan(self, request: Request, plan: Plan) -> Price:
+        """The price of a plan as a whole, on other exact images; measured on first use and cached."""
+        own = {"schema": PLAN_SCHEMA, "num_iter": request.num_iter, "plan": plan.settings}
+        found = self.calibrations.cached(request, PlanPrice, own, lambda: self._measure_plan(request, plan))
+        return Price(*found.price.tolist())
+
+    @torch.inference_mode()
+    def _measure_plan(self, request: Request, plan: Plan) -> PlanPrice:
+        exact, chains = self._other_images(request)
+        requests = [sequence.request.but(**{**plan.settings, "denoiser": None}) for sequence in exact.batch]
+        runner = MARRunner(self.target, len(requests), self.device, self.precision)
+        z = conditions_of(Replay(runner, requests, exact.runner.tokens), range(request.num_iter))
+        nats = divergence_of(self.calibrations, request.but(**plan.settings), chains, z)
+        return PlanPrice(np.array(price_of(nats, chains.seed), np.float32))
+
+    def _other_images(self, request: Request) -> tuple[Replay, Trace]:
+        """Exact images that no price was measured on, and their chains; the last ones are remembered."""
+        config, settings = self.target.config, {name: getattr(request, name) for name in KEPT if name != BUDGET.name}
+        if self._others is None or self._others[0] != settings:
+            requests = exact_requests(request, config.seq_len, config.class_num)
+            requests = [own.but(seed=own.seed + len(requests)) for own in requests]
+            exact = Replay(MARRunner(self.target, len(requests), self.device, self.precision), requests)
+            with counting("sampling exact images to price a plan on", 1) as advance:
+                chains = joined(exact.chains(range(request.num_iter), commit=True, advance=advance))
+            self._others = settings, exact, chains.to(self.device)
+        return self._others[1:]
 
     def _exact_head(self, request: Request, costs: RoundCosts, counts: np.ndarray, num_slots: int) -> float:
         """Seconds of the head in all iterations by the fastest exact way; counts: tokens of an image in each [K]."""
@@ -493,49 +634,94 @@ class Planner:
         own = request.but(budget=None, draft="calibrated")
         window = self.tuning.choice(own, num_slots).config["window"]
         if window == 0:
-            return costs.head(rows, num_steps, 0)
+            return costs.head(rows, num_steps, 0).sum()
         calls = self.calibrations.get(own).calls[WINDOWS.index(window)]
         measured = self.tuning.costs(request.guided)
         return sum(measured.head_seconds(num_steps, each, window, calls) for each in rows)
 
 
+class Sampler(NamedTuple):
+    """How tokens are drawn: settings, price, and seconds [K, K + 1] for the tokens of iterations i .. j - 1 at once."""
+
+    settings: dict[str, object]
+    price: Price
+    seconds: np.ndarray
+
+
+def samplers(prices: Prices, costs: RoundCosts, rows: np.ndarray, num_steps: int) -> list[Sampler]:
+    """The full chain, and the head calls that are not both dearer and slower than others.
+
+    Args:
+        rows: [K, K + 1], tokens of iterations i .. j - 1 of all images.
+    """
+    found = [Sampler(EXACT_HEAD, Price(0.0, 0.0), costs.head(rows, num_steps, 0))]
+    for number, null_every, (nats, error) in zip(prices.head_calls, prices.null_every, prices.of_calls.tolist()):
+        num_full = sum(is_full_call(i, number, null_every) for i in range(number))
+        settings = {
+            "denoiser": "calibrated",
+            "head_calls": int(number),
+            "null_every": int(null_every),
+            "corrected": False,
+        }
+        found.append(Sampler(settings, Price(nats, error), costs.head(rows, num_full, number - num_full)))
+    return [
+        own
+        for own in found
+        if not any(other.price < own.price and (other.seconds <= own.seconds).all() for other in found)
+    ]
+
+
 def best_plan(
     request: Request, prices: Prices, costs: RoundCosts, counts: np.ndarray, num_slots: int, exact_head: float
 ) -> Plan:
-    """The fastest combination of head calls and a backbone whose prices add up to at most `request.budget`.
+    """The fastest combination of rounds, refreshes and head calls whose prices add up to at most `request.budget`.
+
+    At each exchange rate of nats and seconds the rounds are chosen first, then which of them refresh the cache.
 
     Args:
         request: checked. counts: tokens of an image in each iteration [K]. num_slots: images at once.
         exact_head: seconds of the head by the fastest exact way.
     """
-    full = costs.backbone(costs.full, len(counts))
-    rows = counts * num_slots
-    heads = [(Price(0.0, 0.0), exact_head, EXACT_HEAD)]
-    for number, null_every, (nats, error) in zip(prices.head_calls, prices.null_every, prices.of_calls.tolist()):
-        num_full = sum(is_full_call(i, number, null_every) for i in range(number))
-        seconds = costs.head(rows, num_full, number - num_full)
-        settings = {"denoiser": "calibrated", "head_calls": int(number), "null_every": int(null_every)}
-        heads.append((Price(nats, error), seconds, settings))
-    backbones = [(Price(0.0, 0.0), full.sum(), EXACT_BACKBONE)]
-    for which, own in enumerate(LAZY):
-        lazy = costs.backbone(costs.lazy[which], len(counts))
-        relative_error = prices.relative_error(which)
-        for nats, seconds, refreshes in refresh_plans(prices.after(which), counts, full, lazy):
-            settings = {"backbone": "cached", "refreshes": listed(refreshes), **own}
-            backbones.append((Price(nats, nats * relative_error), seconds, settings))
+    num_iter, num_steps = len(counts), request.num_sampling_steps
+    full = costs.backbone(costs.full, num_iter)
+    lazy = [np.minimum(costs.backbone(seconds, num_iter), full) for seconds in costs.lazy]
+    own_tokens = np.broadcast_to(counts, (num_iter, num_iter))
+    rows = num_slots * (counts[:, None] + between(own_tokens))
+    plain = full.sum() + costs.head(counts * num_slots, num_steps, 0).sum()
+    joining, after = prices.between(prices.joined), [prices.between(each) for each in prices.lazy]
+    joining_error = relative_error(prices.joined_error, prices.joined)
+    lazy_error = [relative_error(*pair) for pair in zip(prices.lazy_error, prices.lazy)]
 
-    best, least = None, WORTH * (full.sum() + exact_head)
-    for head_price, head_seconds, head in heads:
-        for backbone_price, backbone_seconds, backbone in backbones:
-            price = head_price + backbone_price
-            if price.divergence <= request.budget and head_seconds + backbone_seconds < least:
-                least = head_seconds + backbone_seconds
-                best = price, {**backbone, **head}
-    plain = full.sum() + costs.head(rows, request.num_sampling_steps, 0)
-    if best is None:
-        return Plan(EXACT, Price(0.0, 0.0), plain / (full.sum() + exact_head))
-    price, settings = best
-    return Plan(settings, price, plain / least)
+    best, least = Plan(EXACT, Price(0.0, 0.0), plain / (full.sum() + exact_head)), WORTH * (full.sum() + exact_head)
+    planned: dict[tuple, RefreshPlan] = {}
+    for sampler, weight in itertools.product(samplers(prices, costs, rows, num_steps), WEIGHTS * plain):
+        by_round = plan_rounds(joining, counts, np.min(lazy, axis=0), sampler.seconds, weight)
+        price = sampler.price + Price(by_round.nats, by_round.nats * joining_error)
+        if price.divergence > request.budget:
+            continue
+        starts = np.array(by_round.starts)
+        tokens = np.add.reduceat(counts, starts)
+        for which, settings in enumerate(LAZY):
+            key = by_round.starts, which, weight
+            if key not in planned:
+                cost, seconds = after[which][np.ix_(starts, starts)], lazy[which][starts]
+                planned[key] = plan_refreshes(cost, tokens, full[starts], seconds, weight)
+            refreshes, nats, seconds = planned[key]
+            total = price + Price(nats, nats * lazy_error[which])
+            if total.divergence <= request.budget and seconds + by_round.head_seconds < least:
+                least = seconds + by_round.head_seconds
+                chosen: dict[str, object] = {"backbone": "full"}
+                if len(refreshes) < len(starts):
+                    chosen = {"backbone": "cached", "refreshes": listed(refreshes), **settings}
+                if len(starts) < num_iter:
+                    chosen["rounds"] = listed(by_round.starts)
+                best = Plan(chosen | sampler.settings, total, plain / least)
+    return best
+
+
+def is_exact(request: Request) -> bool:
+    """Whether a resolved request has the settings of an exact plan."""
+    return request.rounds is None and all(getattr(request, name) == value for name, value in EXACT.items())
 
 
 def explain(request: Request, runner: MARRunner) -> str:
@@ -544,17 +730,16 @@ def explain(request: Request, runner: MARRunner) -> str:
     plan = planned(request, runner)
     if plan is None:
         return f"as asked for: {', '.join(parts)}"
-    predicted = f"predicted {plan.price.divergence:.3g} +- {plan.price.error:.2g} nats per token"
+    predicted = f"price {plan.price.divergence:.3g} +- {plan.price.error:.2g} nats per token"
     faster = "" if plan.speedup is None else f", rounds {plan.speedup:.3g} times as fast as ar's"
     return f"budget {request.budget:g}: {', '.join(parts)}; {predicted}{faster}"
 
 
 def planned(request: Request, runner: MARRunner) -> Plan | None:
-    """The plan of a resolved request, or None if its settings are not a plan's."""
-    open_settings = dict.fromkeys(name for name in request.settings if name not in KEPT)
-    plan = runner.tuning.planner.plan(request.but(**open_settings), runner.num_slots)
-    same = all(request.settings.get(name) == value for name, value in plan.settings.items())
-    return plan if same else None
+    """The plan of a resolved request, or None if its settings are not those of a plan that was made before."""
+    plan = runner.tuning.planner.made(request, runner.num_slots)
+    is_own = plan is not None and all(request.settings.get(name) == value for name, value in plan.settings.items())
+    return plan if is_own else None
 
 
 def resolve(request: Request, runner: MARRunner) -> Request:
@@ -583,22 +768,47 @@ class Found(NamedTuple):
     difference: float
 
 
-def audit(replay: Replay, of_run: Callable[[Trace, Tensor], Tensor], iterations: Several[int]) -> Found:
+def audit(exact: Replay, own: Replay, of_run: Callable[[Trace, Tensor], Tensor], iterations: Several[int]) -> Found:
     """The price of what a run did, at the tokens of some iterations of finished images.
 
     Args:
-        replay: of finished images, with the run's settings. of_run: maps (exact chains, the run's conditions) to nats
-            [N].
+        exact, own: replays of the images, without joined rounds and with the run's settings. of_run: maps (exact
+            chains, the run's conditions) to nats [N].
     """
-    runner = replay.runner
-    chains = joined(replay.chains(iterations)).to(runner.device)
-    tokens = torch.cat([runner.tokens[rows.slot, rows.position] for rows in map(replay.rows, iterations)])
+    runner = exact.runner
+    chains = joined(exact.chains(iterations)).to(runner.device)
+    tokens = torch.cat([runner.tokens[rows.slot, rows.position] for rows in map(exact.rows, iterations)])
     error, variance = (tokens - chains.tokens).square().mean(), runner.tokens.flatten(0, 1).var(0).mean()
-    z = chains.z
-    if replay.batch[0].request.backbone == "cached":
-        wanted = set(iterations)
-        z = torch.cat([own for k, own in enumerate(replay.conditions()) if k in wanted], dim=1)
+    z = conditions_of(own, iterations)
     return Found(price_of(of_run(chains, z), chains.seed), (error / variance).sqrt().item())
+
+
+def conditions_of(own: Replay, iterations: Several[int]) -> Tensor:
+    """z [G, R, D] that a replay's rounds have for the tokens of some iterations, iteration by iteration."""
+    parts = []
+    for rows, z in own.conditions():
+        for iteration in np.intersect1d(rows.iteration, iterations):
+            which = np.flatnonzero(rows.iteration == iteration)
+            parts.append(z[:, send_integers(which, own.runner.device)])
+    return torch.cat(parts, dim=1)
+
+
+def divergence_of(calibrations: Any, request: Request, chains: Trace, z: Tensor) -> Tensor:
+    """The divergence [N], nats, of a resolved request's way to draw tokens, from exact chains.
+
+    Args:
+        calibrations: of the model, see `cspd.heads.tuning`. chains: exact, on the device. z: the run's conditions.
+    """
+    head, precision = calibrations.model.head, calibrations.precision
+    s = head.schedule(request.num_sampling_steps)
+    if request.denoiser != "calibrated":
+        return of_conditions(head, chains, z, s, precision)
+    steps, corrections = calibrations.plan(request, request.head_calls).steps, None
+    if request.corrected is not False:
+        corrections = calibrations.shortcut(request).corrections
+    predictor, calls = calibrations.predictor(request), calls_of(steps, request.null_every)
+    predicted = predictor.coefficients, predictor.drift
+    return of_calls(head, chains, z, s, *predicted, calls, precision, corrections)
 
 
 @torch.inference_mode()
@@ -612,24 +822,15 @@ def audit_images(runner: MARRunner, requests: Several[Request], tokens: Tensor, 
         "audit", "audit_error" and "audit_difference", see `measured_lines`; nothing if the requests are exact.
     """
     request = requests[0]
-    if (request.backbone, request.denoiser) == (EXACT["backbone"], EXACT["denoiser"]):
+    if is_exact(request):
         return {}
-    own = MARRunner(runner.target, len(requests), runner.device, runner.precision)
-    replay = Replay(own, requests, tokens)
-    chosen = np.random.default_rng(request.seed).permutation(replay.num_iter)
-    iterations = sorted(chosen[: max(1, round(share * replay.num_iter))].tolist())
-    head, calibrations = runner.target.head, runner.tuning.calibrations["target"]
-    s = head.schedule(request.num_sampling_steps)
-
-    def of_run(chains: Trace, z: Tensor) -> Tensor:
-        if request.denoiser != "calibrated":
-            return of_conditions(head, chains, z, s, runner.precision)
-        shortcut = calibrations.shortcut(request)
-        predictor, calls = calibrations.predictor(request), calls_of(shortcut.steps.tolist(), request.null_every)
-        predicted = predictor.coefficients, predictor.drift
-        return of_calls(head, chains, z, s, *predicted, calls, runner.precision, shortcut.corrections)
-
-    found = audit(replay, of_run, iterations)
+    how = len(requests), runner.device, runner.precision
+    exact = Replay(MARRunner(runner.target, *how), [each.but(rounds=None) for each in requests], tokens)
+    own = Replay(MARRunner(runner.target, *how), requests, tokens)
+    chosen = np.random.default_rng(request.seed).permutation(exact.num_iter)
+    iterations = sorted(chosen[: max(1, round(share * exact.num_iter))].tolist())
+    calibrations = runner.tuning.calibrations["target"]
+    found = audit(exact, own, functools.partial(divergence_of, calibrations, request), iterations)
     divergence, error = found.price
     measured = {"audit": divergence, "audit_error": error}
     if request.denoiser == "calibrated":  # other chains use their noise in another way

@@ -25,7 +25,7 @@ from cspd.heads.tuning import SEARCHED, SEARCHED_WINDOWS, Tuning
 from cspd.masked import budget
 from cspd.masked.backbones import BACKBONES, Backbone
 from cspd.masked.cspd import CSPD
-from cspd.masked.orders import ORDERS, Order
+from cspd.masked.orders import ORDERS, ROUNDS, Order, check_rounds
 from cspd.masked.runner import MARRunner, check_memory, usual_tokens
 from cspd.method import Method, choices, register_family, with_defaults
 from cspd.models import NO_NAMES, ClassNames
@@ -215,6 +215,7 @@ def _is_open(request: Request) -> bool:
 def check_budget(request: Request, runner: MARRunner) -> None:
     """Raises ValueError if the request has no plan, or if the settings of its axes are bad."""
     budget.check(request, runner)
+    check_rounds(request)
     if not _is_open(request):
         check(PLANNED, request, runner)
 
@@ -226,7 +227,7 @@ def resolve_budget(request: Request, runner: MARRunner) -> Request:
 
 def guarantee_of_budget(request: Request) -> str:
     """ "exact" without a budget, or if nothing approximate is faster."""
-    is_exact = request.budget == 0 if _is_open(request) else PLANNED.of(request).guarantee == "exact"
+    is_exact = request.budget == 0 if _is_open(request) else budget.is_exact(request)
     return "exact" if is_exact else "measured"
 
 
@@ -257,6 +258,7 @@ BUDGET = Method(
     needs="calibration",
     options=(
         ANY_BUDGET.but(default=0.3),
+        ROUNDS,
         *(
             option.but(default=None) if option.name in MEANING else option
             for option in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
 import math
@@ -16,6 +17,7 @@ from torch import Tensor
 from cspd.method import nothing_more
 from cspd.option import Option, check_integer
 from cspd.request import Inpainting, Request
+from cspd.terminal import number_list
 
 RECONSTRUCTION = Option(
     "reconstruction",
@@ -24,6 +26,15 @@ RECONSTRUCTION = Option(
     default=2,
     low=1,
     metavar="N",
+)
+
+
+ROUNDS = Option(
+    "rounds",
+    str,
+    "the iterations, from 0, that evaluate the backbone: such as 0-7,9,12. The tokens of the others are drawn together"
+    " with those before them",
+    metavar="LIST",
 )
 
 
@@ -50,7 +61,7 @@ class Timetable(NamedTuple):
     """The iterations of a request's tokens.
 
     Attributes:
-        masked: int64 [K], tokens still masked after each iteration.
+        masked: int64 [K], tokens still masked after each iteration; or after each round, see `ROUNDS`.
         iteration: int64 [L], the iteration that predicts each token, from 0, by the token's rank in the order.
         scale: float64 [L], the guidance s of that iteration.
 
@@ -71,7 +82,28 @@ def timetable(request: Request, seq_len: int) -> Timetable:
     name = request.order or "random"
     parameters = tuple(getattr(request, option.name) for option in ORDERS[name].options)
     stages = _stages(name, request.known, seq_len)
-    return _timetable(name, stages, parameters, request.num_iter, seq_len, request.cfg, request.cfg_schedule)
+    settings = request.num_iter, seq_len, request.cfg, request.cfg_schedule, request.rounds
+    return _timetable(name, stages, parameters, *settings)
+
+
+def num_rounds(request: Request) -> int:
+    """The number of rounds of a resolved request: its iterations, unless some are joined."""
+    return request.num_iter if request.rounds is None else len(number_list(request.rounds))
+
+
+def check_rounds(request: Request) -> None:
+    """Raises ValueError unless `rounds` lists rising iterations, the first of them 0."""
+    if request.rounds is None:
+        return
+    try:
+        starts = number_list(request.rounds)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"rounds: {error}") from None
+    is_rising = all(first < second for first, second in itertools.pairwise(starts))
+    if starts[0] != 0 or not is_rising or starts[-1] >= request.num_iter:
+        raise ValueError(
+            f"rounds={request.rounds!r} must rise from 0 to at most {request.num_iter - 1}, the last iteration"
+        )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -90,6 +122,7 @@ def _timetable(
     seq_len: int,
     cfg: float,
     cfg_schedule: str,
+    rounds: str | None = None,
 ) -> Timetable:
     """See `timetable`."""
     masked, left = ORDERS[name].masked(num_iter, *stages, *parameters)
@@ -104,6 +137,8 @@ def _timetable(
     num_predicted = -np.diff(masked, prepend=num_generated)
     iteration_by_rank = np.repeat(np.arange(num_iter), num_predicted)
     scale_by_rank = np.repeat(scale, num_predicted)
+    if rounds is not None:  # each round ends where the next one begins
+        masked = masked[[*(start - 1 for start in number_list(rounds)[1:]), num_iter - 1]]
     return Timetable(masked, np.pad(iteration_by_rank, (num_given, 0)), np.pad(scale_by_rank, (num_given, 0)))
 
 

@@ -108,18 +108,19 @@ def test_the_audit_of_a_run(rule):
     assert of_each > 0.5 * audits.std()  # an image's own error: not too small, but its positions differ, too
 
 
-def test_every_verified_code_counts():
+@pytest.mark.parametrize("name", ["gsd", "cool-sd"])
+def test_every_verified_code_counts(name):
     """A round's audit is, on average, the sum over the verified positions, whatever comes before and after them."""
-    rule = RULES["gsd"]
+    rule = RULES[name]
     P, Q = (t[3:9].unsqueeze(0) for t in pairs())
     tried = torch.tensor([[False, True, True, False, True, True]])
-    depth = torch.arange(6).unsqueeze(0)
+    depth = 1 + torch.arange(6).unsqueeze(0)
     verification = Verification(P, Q, torch.zeros(1, 6, 1).long(), depth, tried)
     u = torch.zeros(4, num_draws(rule, verification)).double()
     u[:, 0] = (torch.arange(4) + 0.5) / 4
     found = torch.cat([audited(rule, verification, own.unsqueeze(0), None) for own in u])
-    f = rule.accept(P, Q)
-    C = Q * f + (1 - (Q * f).sum(-1, keepdim=True)) * rule.resample(P, Q, f, depth)
+    f = rule.accept(P, Q, depth)
+    C = Q * f + (1 - (Q * f).sum(-1, keepdim=True)) * rule.resample(P, Q, f, torch.zeros_like(depth))
     assert found.mean().item() == pytest.approx(divergence(C, P)[tried].sum().item())
     assert (audited(rule, verification._replace(tried=~(tried | ~tried)), u[:1], None) == 0).all()
 

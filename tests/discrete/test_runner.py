@@ -56,6 +56,7 @@ MAR = {
     "dpm-solver++": {"head_calls": 4},
     "lazymar": {"warmup": 1, "refresh": 3},
     "gtr": {"upper": 6, "lower": 3},
+    "budget": {"budget": 0.3, "backbone": "full", "denoiser": "calibrated", "head_calls": 4},
 }
 
 

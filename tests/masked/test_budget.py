@@ -15,6 +15,7 @@ from cspd import Engine, MARModels, Request
 from cspd.device import Precision
 from cspd.heads.calibration import joined
 from cspd.heads.prices import of_conditions, price_of
+from cspd.masked import budget
 from cspd.masked.backbones import BACKBONES
 from cspd.masked.budget import (
     EXACT,
@@ -29,9 +30,11 @@ from cspd.masked.budget import (
     exact_requests,
     listed,
     measure,
+    plan_refreshes,
+    plan_rounds,
     planned,
-    refresh_plans,
 )
+from cspd.masked.orders import timetable
 from cspd.masked.runner import MARRunner
 
 K, T = 6, 8
@@ -80,10 +83,10 @@ def test_prices_are_those_of_single_replays(measured, model):
     with torch.inference_mode():
         chains = replay.chains(range(K))
         _, *stale = replay.conditions(anchor, refreshes=str(anchor), **LAZY[1])
-        for k, z in enumerate(stale, anchor + 1):
+        for k, (_, z) in enumerate(stale, anchor + 1):
             nats = of_conditions(model.head, chains[k], z, s, FP32)
             # a part of the steps was measured: the same up to chance
-            assert prices.lazy[1, 1, k] == pytest.approx(nats.mean().item(), rel=1.0)
+            assert prices.lazy[1, 1, k - anchor] == pytest.approx(nats.mean().item(), rel=1.0)
     assert (prices.lazy[:, :, 0] == 0).all() and prices.lazy[0].max() > 0
     assert prices.of_calls.shape == (len(prices.head_calls), 2)
     prices.check(T)
@@ -93,62 +96,93 @@ def test_full_evaluations_cost_nothing(measured, model):
     replay, _ = measured
     with torch.inference_mode():
         every = list(replay.conditions(0, refreshes=listed(range(K))))
-        for chains, z in zip(replay.chains(range(K)), every):
+        for chains, (_, z) in zip(replay.chains(range(K)), every):
             assert of_conditions(model.head, chains, z, model.head.schedule(T), FP32).max() < 1e-4
+
+
+def test_prices_of_joined_iterations(measured, model):
+    """By the conditions of an earlier iteration, which do not know the tokens between."""
+    replay, prices = measured
+    anchor, s = int(prices.anchors[1]), model.head.schedule(T)
+    with torch.inference_mode():
+        chains = replay.chains(range(K))
+        runner = replay.runner
+        rows = replay.rows(anchor)
+        for k in range(anchor + 1, K):
+            committed = rows.committed[0]
+            first = runner.seq_len - int(runner.num_masked(replay.batch[0].request)[k - 1])
+            count = len(chains[k].seed) // len(replay.batch)
+            ahead = runner.rows(replay.batch, rows.committed, [first + count - committed] * len(replay.batch))
+            z = runner.conditions(replay.batch, ahead)[:, ahead.offset >= first - committed]
+            together = replay.ahead(anchor, K)
+            before = sum(len(chains[i].seed) for i in range(anchor + 1, k))
+            assert torch.allclose(together[:, before : before + len(chains[k].seed)], z, atol=1e-4)
+            nats = of_conditions(model.head, chains[k], z, s, FP32)
+            assert prices.joined[1, k - anchor] == pytest.approx(nats.mean().item(), rel=1.0)
 
 
 def test_prices_between_anchors_are_interpolated():
     lazy = np.zeros((len(LAZY), 2, 5), np.float32)
     lazy[0, 0] = [0, 1, 2, 3, 4]
-    lazy[0, 1] = [0, 0, 0, 3, 6]
-    prices = Prices(*[np.zeros(1, np.int16)] * 2, np.zeros((1, 2)), np.array([0, 2], np.int16), lazy, lazy[..., 0])
-    assert prices.after(0).tolist() == [
+    lazy[0, 1] = [0, 3, 6, 0, 0]
+    nothing = np.zeros(1, np.int16)
+    prices = Prices(
+        nothing, nothing, np.zeros((1, 2)), np.array([0, 2], np.int16), lazy, lazy[..., 0], lazy[0], nothing
+    )
+    assert prices.between(lazy[0]).tolist() == [
         [0, 1, 2, 3, 4],
         [0, 0, 2, 4, 3],  # a distance that was measured after the first anchor only: its price
         [0, 0, 0, 3, 6],
         [0, 0, 0, 0, 3],
         [0, 0, 0, 0, 0],
     ]
+    assert prices.between(lazy[0][:, :3])[0].tolist() == [0, 1, 2, np.inf, np.inf]
 
 
-def test_the_best_refreshes_of_all():
-    """The shortest path at every exchange rate, against all sets of refreshes: none is faster and better."""
+def subsets() -> list[tuple[int, ...]]:
+    """All sets of iterations with the first."""
+    chosen = itertools.product([False, True], repeat=K - 1)
+    return [(0, *(i + 1 for i, is_in in enumerate(others) if is_in)) for others in chosen]
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3, 3.0, 30.0, 1e4])
+def test_the_best_of_all_rounds_and_refreshes(weight):
+    """The shortest paths against all sets of rounds and of refreshes."""
     rng = np.random.default_rng(0)
     cost = np.triu(rng.uniform(0, 1, (K, K)), 1)
     counts, full, lazy = rng.integers(1, 4, K), rng.uniform(1, 2, K), rng.uniform(0, 1, K)
-    every = {}
-    for others in itertools.product([False, True], repeat=K - 1):
-        refreshes = (0, *(i + 1 for i, chosen in enumerate(others) if chosen))
-        nats = seconds = 0.0
-        for k in range(K):
-            last = max(j for j in refreshes if j <= k)
-            nats += cost[last, k] * counts[k] / counts.sum()
-            seconds += full[k] if last == k else lazy[k]
-        every[refreshes] = nats, seconds
-    found = list(refresh_plans(cost, counts, full, lazy))
-    assert len(found) > 3
-    for nats, seconds, refreshes in found:
-        assert (nats, seconds) == pytest.approx(every[refreshes])
-        better = [each for each in every.values() if each[0] < nats - 1e-9 and each[1] < seconds - 1e-9]
-        assert not better
-    slowest = max(found, key=lambda each: each[1])
-    assert slowest[0] == 0 and slowest[2] == tuple(range(K))
+    head = np.triu(rng.uniform(0, 1, (K, K + 1)), 1)
+    rounds, refreshes = {}, {}
+    for stops in subsets():
+        last = [max(j for j in stops if j <= k) for k in range(K)]
+        nats = sum(cost[j, k] * counts[k] for k, j in enumerate(last)) / counts.sum()
+        of_head = sum(head[i, j] for i, j in zip(stops, (*stops[1:], K)))
+        seconds = sum(full[k] if j == k else lazy[k] for k, j in enumerate(last))
+        rounds[stops] = nats, of_head, weight * nats + of_head + sum(full[k] for k in stops)
+        refreshes[stops] = nats, seconds, weight * nats + seconds
+    for found, every in (
+        (plan_rounds(cost, counts, full, head, weight), rounds),
+        (plan_refreshes(cost, counts, full, lazy, weight), refreshes),
+    ):
+        stops, nats, seconds = found
+        assert (nats, seconds) == pytest.approx(every[stops][:2])
+        assert every[stops][2] == pytest.approx(min(each[2] for each in every.values()))
 
 
 def costs_of(full=1.0, lazy=0.2, call=0.1):
-    return RoundCosts([0, K - 1], [full, full], [[lazy, lazy]] * len(LAZY), [1, 8], [call, call], [call / 2, call / 2])
+    return RoundCosts([0, K - 1], [full, full], [[lazy, lazy]] * len(LAZY), [1, 32], [call, call], [call / 2, call / 2])
 
 
 def test_a_plan_stays_within_its_budget(checked, measured):
     _, prices = measured
     counts = np.array([1, 2, 3, 3, 3, 4])
     speeds = []
-    for nats in (0.001, 0.1, 1.0, 10.0, 1000.0):
+    for nats in (0.001, 0.1, 1.0, 10.0, 1e9):
         plan = best_plan(checked.but(budget=nats), prices, costs_of(), counts, 2, exact_head=T * K * 0.1)
         assert plan.price.divergence <= nats
         speeds.append(plan.speedup)
     assert speeds == sorted(speeds) and speeds[-1] > 1.5
-    assert plan.settings["backbone"] == "cached" and plan.settings["denoiser"] == "calibrated"
+    assert plan.settings["denoiser"] == "calibrated" and "rounds" in plan.settings
 
 
 def test_a_plan_is_exact_if_nothing_is_faster(checked, measured):
@@ -189,27 +223,63 @@ def test_a_run_within_a_budget(generous):
     assert relative_error(again.tokens, outputs[0].tokens) < 1e-3
 
 
+def test_a_plan_is_priced_as_a_whole(generous, monkeypatch):
+    """If it costs more than its parts, less is spent on them; if that never fits, nothing."""
+    planner, request = generous.runner.tuning.planner, generous.check(Request(1, budget=5.0, **SETTINGS))
+    limits = []
+    of_parts, of_whole = best_plan, {"factor": 1.5}
+
+    def recorded(asked, *args, **more):
+        limits.append(asked.budget)
+        return of_parts(asked, *args, **more)
+
+    def price(asked, plan):
+        return plan.price._replace(divergence=plan.price.divergence * of_whole["factor"])
+
+    monkeypatch.setattr(budget, "best_plan", recorded)
+    monkeypatch.setattr(planner, "_price_of_plan", price)
+    assert planner.plan(request, 2).price.divergence <= 5.0
+    assert limits[0] == 5.0 and limits == sorted(limits, reverse=True)
+    of_whole["factor"] = 1e9
+    planner._planned.clear()
+    assert planner.plan(request, 2).settings == EXACT
+
+
+def test_without_corrections_segments_end_as_predicted(generous):
+    request = generous.check(Request(1, method="calibrated", head_calls=4, **SETTINGS)).but(null_every=1)
+    calibrations = generous.runner.tuning.calibrations["target"]
+    plain, corrected = (calibrations.segments(request.but(corrected=own)) for own in (False, True))
+    corrections = calibrations.shortcut(request).corrections
+    for own, other, (of_x, of_eps) in zip(plain, corrected, corrections.tolist()):
+        moved = other.mix[-1, :2] - own.mix[-1, :2]
+        assert moved.tolist() == pytest.approx([of_x, of_eps], abs=1e-3 + 1e-4 * own.mix[-1, :2].abs().max().item())
+    stats = generous.generate([request.but(corrected=False)])[0].stats
+    assert stats.difference is None and stats.head_calls_per_token == 4
+
+
 STALE = {"backbone": "cached", "retain": 0.0, "denoiser": "speculative", "window": 0}
 
 
-def audited(engine, refreshes, share=1.0):
+def audited(engine, refreshes, share=1.0, **more):
     """The audit of two images by cached backbones with exact chains."""
-    requests = [Request(i, seed=i, budget=5.0, refreshes=refreshes, **STALE, **SETTINGS) for i in range(2)]
+    requests = [Request(i, seed=i, budget=5.0, refreshes=refreshes, **STALE, **SETTINGS, **more) for i in range(2)]
     outputs = engine.generate(requests)
     tokens = torch.stack([output.tokens for output in outputs])
     return tokens, audit_images(engine.runner, [output.request for output in outputs], tokens, share)
 
 
-def test_the_audit_finds_the_divergence_of_a_run(engine, model, monkeypatch):
+@pytest.mark.parametrize("rounds", [None, "0-1,4"])
+def test_the_audit_finds_the_divergence_of_a_run(rounds, engine, model, monkeypatch):
     """Against the conditions that the rounds of the run really had."""
     cached, z_of_run = BACKBONES["cached"], []
 
     def recorded(*args):
-        z_of_run.append(cached.conditions(*args))
-        return z_of_run[-1]
+        rows, z = args[2], cached.conditions(*args)
+        z_of_run.extend(z[:, torch.as_tensor(rows.iteration == k)] for k in np.unique(rows.iteration))
+        return z
 
     monkeypatch.setitem(BACKBONES, "cached", dataclasses.replace(cached, conditions=recorded))
-    tokens, found = audited(engine, "0")
+    tokens, found = audited(engine, "0", rounds=rounds)
     requests = [Request(i, seed=i, method="ar", **SETTINGS) for i in range(2)]
     replay = Replay(MARRunner(model, 2, CPU, FP32), [engine.check(request) for request in requests], tokens)
     with torch.inference_mode():
@@ -241,3 +311,19 @@ def test_costs_are_checked():
 def test_lists_of_iterations():
     assert listed([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8" and listed([0]) == "0"
     assert anchors_of(64)[0] == 0 and anchors_of(1) == [0] and max(anchors_of(64)) == 62
+
+
+def test_joined_rounds_keep_order_and_guidance(engine):
+    """Rounds of all iterations change nothing; joined ones have fewer calls, and the same order and scales."""
+    request = Request(1, seed=2, budget=1.0, backbone="full", denoiser="speculative", window=0, **SETTINGS)
+    plain, every, some = engine.generate([request.but(rounds=rounds) for rounds in (None, "0-5", "0,2-4")])
+    assert torch.equal(plain.tokens, every.tokens)
+    assert (some.stats.iterations, some.stats.backbone_calls) == (4, 4)
+    assert (plain.stats.guarantee, every.stats.guarantee) == ("exact", "measured")
+    resolved = engine.resolve(request.but(rounds="0,2-4"))
+    whole, joint = (timetable(each, 16) for each in (engine.resolve(request), resolved))
+    assert joint.masked.tolist() == whole.masked[[1, 2, 3, 5]].tolist()
+    assert (joint.iteration == whole.iteration).all() and (joint.scale == whole.scale).all()
+    for bad in ("1-5", "0,2,1", "0-6", "x"):
+        with pytest.raises(ValueError, match="rounds"):
+            engine.check(request.but(rounds=bad))

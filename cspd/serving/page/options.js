@@ -20,7 +20,7 @@ export function fieldOf({ name, help, words, text, integer, low, high, default: 
     input.placeholder = usual ?? "chosen for you";
     return field;
   }
-  if (name in SLIDERS) {
+  if (name in SLIDERS && usual !== null) {
     Object.assign(input, { type: "range", ...SLIDERS[name], value: usual });
     const shown = field.appendChild(document.createElement("output"));
     input.oninput = () => { shown.textContent = input.value; };
