@@ -139,7 +139,8 @@ class CausalRunner:
         labels = [null if request.label is None else request.label for request in requests]
         own_null = [request.guided and request.cfg_schedule == "linear" for request in requests]
         slots = [sequence.slot for sequence in sequences]
-        slot, label, has_own = send_integers([slots, labels, own_null], self.device)
+        numbers = self._padded(np.array([slots, labels, own_null]), 2)
+        slot, label, has_own = send_integers(numbers, self.device)
         self.tokens.index_fill_(0, slot, 0)
         self.own_null[slot] = has_own.bool()
         rows = torch.cat([2 * slot, 2 * slot + 1])
