@@ -190,6 +190,13 @@ BUGS = [
         "self.gamma(deviation)",
         "causal/test_runner.py",
     ),
+    Bug(
+        "conditions are rounded by their batch",
+        "cspd/causal/runner.py",
+        "in_tiles = filled(num_branches * size) // num_branches",
+        "in_tiles = size",
+        "causal/test_runner.py",
+    ),
     # block verification
     Bug(
         "noise that a block has looked at is used again",
