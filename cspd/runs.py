@@ -110,6 +110,7 @@ DECIDED = {
     "refreshes": str,
     "retain": float,
     "select": str,
+    "kept": str,
     "null_every": int,
     "corrected": bool,
 }

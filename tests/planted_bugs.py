@@ -87,8 +87,8 @@ BUGS = [
     Bug(
         "every drafted state has twice its acceptance ratio",
         "cspd/heads/verify.py",
-        "< log_ratio.sum(-1)",
-        "< log_ratio.sum(-1) + 0.69",
+        "(log_uniform < log_ratio)",
+        "(log_uniform < log_ratio + 0.69)",
         "heads/test_chains.py",
     ),
     Bug(
@@ -188,6 +188,13 @@ BUGS = [
         "cspd/causal/autoencoders.py",
         "self.gamma(fill(deviation))",
         "self.gamma(deviation)",
+        "causal/test_runner.py",
+    ),
+    Bug(
+        "conditions are rounded by their batch",
+        "cspd/causal/runner.py",
+        "in_tiles = filled(num_branches * size) // num_branches",
+        "in_tiles = size",
         "causal/test_runner.py",
     ),
     # block verification

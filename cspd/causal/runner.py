@@ -23,6 +23,7 @@ from cspd.method import Method, complete, with_tokens
 from cspd.option import CAUSAL_OPTIONS
 from cspd.request import Inpainting, Request, Sequence, decoded, to_unit
 from cspd.transformer import CacheView
+from mar.head import filled
 
 WIDTH_STEP = 32  # columns that are read are a multiple of this, so that shapes repeat
 
@@ -138,7 +139,8 @@ class CausalRunner:
         labels = [null if request.label is None else request.label for request in requests]
         own_null = [request.guided and request.cfg_schedule == "linear" for request in requests]
         slots = [sequence.slot for sequence in sequences]
-        slot, label, has_own = send_integers([slots, labels, own_null], self.device)
+        numbers = self._padded(np.array([slots, labels, own_null]), 2)
+        slot, label, has_own = send_integers(numbers, self.device)
         self.tokens.index_fill_(0, slot, 0)
         self.own_null[slot] = has_own.bool()
         rows = torch.cat([2 * slot, 2 * slot + 1])
@@ -204,7 +206,7 @@ class CausalRunner:
         scales = [guidance_scale(r.cfg, r.cfg_schedule, int(i), self.seq_len) for r, i in zip(requests, token)]
         sent = send(
             {
-                "contexts": self._padded(np.stack([slots, token])),
+                "contexts": self._padded(np.stack([slots, token]), 2 if requests[0].guided else 1),
                 "sequence": owner,
                 "offset": np.zeros_like(owner),
                 "slot": slots,
@@ -225,10 +227,14 @@ class CausalRunner:
             num_iter=np.full_like(owner, self.seq_len),
         )
 
-    def _padded(self, numbers: np.ndarray) -> np.ndarray:
-        """Numbers int64 [n, B] of B sequences, the last one repeated up to a graph's size."""
+    def _padded(self, numbers: np.ndarray, num_branches: int) -> np.ndarray:
+        """Numbers int64 [n, B] of B sequences, the last one repeated up to a graph's size, and to whole tiles of rows.
+
+        So a batch is rounded alike in every size, see `mar.head.fill`.
+        """
         size = numbers.shape[1]
-        return np.pad(numbers, ((0, 0), (0, self.graphs.size(size, per_octave=2) - size)), "edge")
+        in_tiles = filled(num_branches * size) // num_branches
+        return np.pad(numbers, ((0, 0), (0, self.graphs.size(in_tiles, per_octave=2) - size)), "edge")
 
     def conditions(self, batch: list[Sequence], rows: Rows, model: str = "target") -> Tensor:
         """z of the rows [G, R, P dim], G = 2 (unconditional branch second) if the batch is guided: one backbone call.
@@ -275,9 +281,9 @@ class CausalRunner:
                 fresh.append(i)
         if not fresh:
             return
-        own = rows.at(np.array(fresh))
+        own = rows.at(np.pad(fresh, (0, filled(len(fresh)) - len(fresh)), "edge"))
         own = replace(own, position=torch.full_like(own.position, self.seq_len))
-        made = denoise_ancestral(self, "target", own, z[1:, send_integers(fresh, self.device)])  # type: ignore[arg-type]
+        made = denoise_ancestral(self, "target", own, z[1:, own.sequence])  # type: ignore[arg-type]
         self.null_first[own.slot] = made.tokens
         for i in fresh:
             rows.sequences[i].stats.head_calls += int(made.head_calls)

@@ -494,6 +494,10 @@ def candidates(plain: Configuration, divergence: float | None) -> tuple[list[Con
     if divergence is not None:
         names += WINDOWS[usual.family].split()
         guarantees = ("exact", "measured") if divergence else ("exact",)
+        if divergence and usual.family == "MAR":
+            # a plan by prices takes the place of numbers of head calls that would be tried one by one
+            names = [name for name in names if not name.startswith("calibrated")]
+            names.append(f"budget:budget={divergence:g}")
     elif usual.num_iter is not None:
         possible = [number for number in ITERATIONS if number <= plain.engine.runner.seq_len]
         iterations = sorted({usual.num_iter, *possible})

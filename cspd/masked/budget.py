@@ -42,11 +42,11 @@ EVERY = 5  # of the denoising steps, one is evaluated for each token
 HEAD_CALLS = (5, 6, 7, 8, 10, 12, 16, 20, 25, 32, 50)
 NULL_EVERY = (1, 2, 4)
 LAZY: tuple[dict[str, object], ...] = (  # settings of the cached backbone's lazy evaluations
-    {"retain": 1.0, "select": "change"},
-    {"retain": 0.5, "select": "change"},
-    {"retain": 0.0, "select": "change"},
-    {"retain": 0.5, "select": "attention"},
-    {"retain": 0.0, "select": "attention"},
+    {"retain": 1.0, "select": "change", "kept": "half"},
+    {"retain": 0.5, "select": "change", "kept": "half"},
+    {"retain": 0.0, "select": "change", "kept": "half"},
+    {"retain": 0.5, "select": "attention", "kept": "half"},
+    {"retain": 0.0, "select": "attention", "kept": "half"},
 )
 ANCHORS = 9
 JOINED = 16  # iterations that may be drawn together with the one before them
@@ -279,7 +279,7 @@ TIMED = 6  # iterations of which the backbone is timed
 REPEATS = 4
 CALLS = 10  # head calls of the chains that are timed
 LARGEST = 1e6  # seconds
-COSTS_SCHEMA, PRICES_SCHEMA, PLAN_SCHEMA = "cspd.round_costs/2", "cspd.prices/2", "cspd.plan_price/1"
+COSTS_SCHEMA, PRICES_SCHEMA, PLAN_SCHEMA = "cspd.round_costs/3", "cspd.prices/3", "cspd.plan_price/1"
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
-"""`cspd sample`, `calibrate` and `tune` on a folder with a causal model."""
+"""`cspd sample`, `edit`, `serve`, `calibrate` and `tune` on a folder with a causal model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from causals import STEPS, CausalGolden, named
 from PIL import Image
+from serving import finished, link_of, pixels, served
 
 import cspd
 from cspd.causal.family import CausalModels
@@ -48,6 +50,22 @@ def test_edit_keeps_the_first_rows(part, code, folder, tmp_path, capsys, monkeyp
     assert main(["edit", *given, *part, "--num-sampling-steps", "4", "--out", "out"]) == code
     printed = capsys.readouterr()
     assert "8 of 16 tokens" in (printed.err if code else printed.out)
+
+
+def test_served_images_and_edits(folder):
+    engine = cspd.load(folder, max_batch=2, device="cpu")
+    side = engine.runner.image_size
+    image, mask = Image.new("RGB", (side, side), "navy"), Image.new("L", (side, side), 0)
+    mask.paste(255, (0, side // 2, side, side))
+    given = {"model": "causal", "label": "3", "settings": {"num_sampling_steps": 4}}
+    with served({"causal": engine}, most=4, most_each=4) as site:
+        (whole,) = finished(site.make(**given))
+        (edited,) = finished(site.make(**given, picture=link_of(image), mask=link_of(mask)))
+    settings = {"num_sampling_steps": 4, "method": "ar"}
+    expected = engine.generate([Request(3, 5, **settings), Request(3, 5, **settings, image=image, mask=mask)])
+    for event, output in zip((whole, edited), expected):
+        theirs = (output.image * 255).round().permute(1, 2, 0).numpy()
+        assert np.abs(pixels(event["image"]).astype(int) - theirs).max() <= 1
 
 
 def test_calibrate(folder, capsys):

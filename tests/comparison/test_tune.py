@@ -152,6 +152,7 @@ def test_every_candidate_fits_the_bundled_models(digits):
             found, left_out = study.candidates(plain, divergence)
             assert not {name for name in left_out if name.split(":")[0] in names}
             assert len({row.name for row in found}) == len(found) > 3
+            assert (divergence == 0.5 and family == "MAR") == ("budget:budget=0.5" in {row.name for row in found})
             given = {engine.check(row.request).num_iter for row in found}
             assert given == (expected if family == "MAR" else {None})
 

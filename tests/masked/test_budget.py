@@ -70,7 +70,10 @@ def measured_prices(engine, model, checked):
 def test_exact_images_are_those_of_ar(measured, engine):
     replay, _ = measured
     outputs = engine.generate(
-        [sequence.request.but(reuse_null=None, retain=None, refreshes=None, select=None) for sequence in replay.batch]
+        [
+            sequence.request.but(reuse_null=None, retain=None, refreshes=None, select=None, kept=None)
+            for sequence in replay.batch
+        ]
     )
     for slot, output in enumerate(outputs):
         assert relative_error(replay.runner.tokens[slot], output.tokens) < 1e-4
