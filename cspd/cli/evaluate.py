@@ -189,6 +189,8 @@ def _sampling_lines(sampling: dict, request: dict) -> list[Line]:
     if request.get("first_timestep") is not None:
         guarantee += f", chains from timestep {request['first_timestep']}"
     lines = [("method", request["method"], guarantee)]
+    if sampling.get("plan"):
+        lines.append(("plan", "", sampling["plan"]))
     # the cost of VQ models is their forward passes, of MAR its head calls
     if "step_compression" in sampling:
         lines.append(("tokens per forward pass", f"{sampling['step_compression']:.2f}", ""))

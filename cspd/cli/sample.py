@@ -29,8 +29,10 @@ from cspd.cli.options import bundled_here, check_method, load_engine, on_ray, re
 from cspd.engine import Engine
 from cspd.evaluation.images import GRID, HEATMAP, LIST, OVERVIEWS, RECORD, Subject, file_name, subject_of
 from cspd.evaluation.run import (
+    AUDITED,
     Part,
     Shards,
+    audit,
     finish,
     finish_part,
     own_device,
@@ -39,7 +41,7 @@ from cspd.evaluation.run import (
     shards_store,
 )
 from cspd.files import Remote, append_json, parse_json, place_of, without_none, write_bytes
-from cspd.method import Prepared, method_of
+from cspd.method import Prepared
 from cspd.plots import grid, token_cost_grid, usual_columns
 from cspd.request import Inpainting, Output, Request, Resized, cropping, placed, png_of, to_pil
 from cspd.runs import (
@@ -63,7 +65,6 @@ from cspd.terminal import API_KEY, if_stopped
 SCHEMA = "cspd.samples/1"
 JOURNAL = "samples.journal"  # one line of JSON for each image since the record was written
 SHAPE = {"settings": dict, "images": [{"index": int, "request": dict, "stats": dict}]}  # of the record
-AUDITED = 100  # images for each one whose tokens are audited, if the method has an audit
 GRID_LIMIT = 400  # maximum number of images in the grid
 DRAFT_COUNTS = ("by_lag", "by_step", "by_rank")  # statistics of which the record has only the sums: they are long
 
@@ -123,7 +124,7 @@ def sample_to_folder(
         record["images"] = sorted([*record["images"], *new.entries], key=lambda entry: entry["index"])
         summary = summary_of([entry["stats"] for entry in record["images"]], len(todo), new.seconds)
         summary["window"] = prepared[0].request.window
-        summary |= _audit(engine, new.audited, len(todo))
+        summary |= audit(engine, new.audited, len(todo))
         summary["judged_and_accepted"] = new.draft_counts
         record["summary"] = summary
         store.save(_without_nulls(record))
@@ -262,20 +263,6 @@ def _generate(
     decoding = [entry["stats"]["seconds"]["decode"] for entry in entries]
     waiting = decoding[-1] if engine.device.type == "cuda" and decoding else sum(set(decoding))
     return Generated(entries, draft_counts, seconds, engine.graphs.seconds - captured, writing + waiting, audited)
-
-
-def _audit(engine: Engine, finished: Sequence[Output], num: int) -> dict:
-    """What the method says of its choices and, measured on some of the `num` new images, of its divergence.
-
-    An image in `AUDITED` is audited whole; of a shorter run, as small a part of one image.
-    """
-    if not finished:
-        return {}
-    request = finished[0].request
-    method, runner = method_of(request), engine.runners[str(request.family)]
-    plan = {"plan": method.explain(request, runner)}
-    tokens = torch.stack([output.tokens for output in finished])
-    return plan | method.audit(runner, [output.request for output in finished], tokens, min(1.0, num / AUDITED))
 
 
 def _sum(total: list[list], counts: list[list]) -> list[list]:

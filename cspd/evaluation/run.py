@@ -23,6 +23,7 @@ from tqdm import tqdm
 from cspd.engine import Engine
 from cspd.evaluation.images import GRID, LIST, Subject, asking_for, subject_of
 from cspd.files import Place, Remote, checked_json, publishing, read_item, write_item
+from cspd.method import method_of
 from cspd.plots import grid
 from cspd.request import Output, Request, to_pil, to_uint8
 from cspd.runs import InUse, Store, earlier_choices, missing_files, summary_of, write_png
@@ -310,6 +311,7 @@ def _stats_of(output: Output) -> dict:
 
 WRITING = 2  # shards that may wait for the disk before sampling waits too
 BAR = "{l_bar}{bar}| {n:.1f}/{total} images [{elapsed}<{remaining}, {rate_fmt}]"
+AUDITED = 100  # images for each one whose tokens are audited, if the method has an audit
 RARELY = 30  # seconds between looks at an object store; a folder is looked at every second
 
 
@@ -359,13 +361,14 @@ def sample_shards(
     existing = shards.num_written()
     start = time.perf_counter()
     with _Progress(shards, progress and len(missing) > 0) as bar:
-        generate(engine, shards, missing, shards.write, bar)
+        audited = generate(engine, shards, missing, shards.write, bar)
     seconds = time.perf_counter() - start
     written = shards.num_written()
     if written < num:
         return shards, None
     summary = summary_of(list(shards.stats()), written - existing, seconds)
-    return shards, summary | {"processes": part.count}
+    num_made = sum(len(shards.indices(shard)) for shard in missing)
+    return shards, summary | audit(engine, audited, num_made) | {"processes": part.count}
 
 
 def plan(
@@ -498,10 +501,10 @@ def generate(
     todo: Sequence[int],
     write: Callable[[int, dict], object],
     bar: _Progress | None = None,
-) -> None:
+) -> list[Output]:
     """Generates the shards `todo`, in one stream so that the engine's slots stay full. Another thread writes them.
 
-    `write` takes the number of a shard and its `arrays_of`.
+    `write` takes the number of a shard and its `arrays_of`. Returns one image in `AUDITED`.
 
     The other thread uses no tensor. Once a second thread uses torch, OpenMP has more workers than cores and lets them
     sleep between products, and rounds on a CPU take longer.
@@ -509,9 +512,12 @@ def generate(
     order = [index for shard in todo for index in shards.indices(shard)]
     finished: dict[int, dict[int, Output]] = defaultdict(dict)  # of each shard, by the index of the image
     writing: deque = deque()
+    audited = []
     with ThreadPoolExecutor(1) as writer:
         stream = engine.stream(shards.requests(order), on_progress=bar.watch if bar else None)
-        for position, output in stream:
+        for number, (position, output) in enumerate(stream):
+            if number % AUDITED == 0:
+                audited.append(output)
             index = order[position]
             shard = index // SIZE
             finished[shard][index] = output
@@ -526,6 +532,21 @@ def generate(
                 bar.unwritten = sum(map(len, finished.values()))
         for each in writing:
             each.result()
+    return audited
+
+
+def audit(engine: Engine, finished: Sequence[Output], num: int) -> dict:
+    """What the method says of its choices and, measured on some of `num` new images, of its divergence.
+
+    An image in `AUDITED` is audited whole; of a shorter run, as small a part of one image.
+    """
+    if not finished:
+        return {}
+    request = finished[0].request
+    method, runner = method_of(request), engine.runners[str(request.family)]
+    plan = {"plan": method.explain(request, runner)}
+    tokens = torch.stack([output.tokens for output in finished])
+    return plan | method.audit(runner, [output.request for output in finished], tokens, min(1.0, num / AUDITED))
 
 
 class _Progress:

@@ -13,6 +13,7 @@ from toys import CPU, toy_mar
 
 from cspd import Engine, MARModels, Request
 from cspd.device import Precision
+from cspd.evaluation.run import audit
 from cspd.heads.calibration import joined
 from cspd.heads.prices import of_conditions, price_of
 from cspd.masked import budget
@@ -263,9 +264,9 @@ def test_without_corrections_segments_end_as_predicted(generous):
 STALE = {"backbone": "cached", "retain": 0.0, "denoiser": "speculative", "window": 0}
 
 
-def audited(engine, refreshes, share=1.0, **more):
-    """The audit of two images by cached backbones with exact chains."""
-    requests = [Request(i, seed=i, budget=5.0, refreshes=refreshes, **STALE, **SETTINGS, **more) for i in range(2)]
+def audited(engine, refreshes, share=1.0, num=2, **more):
+    """The audit of `num` images by cached backbones with exact chains."""
+    requests = [Request(i, seed=i, budget=5.0, refreshes=refreshes, **STALE, **SETTINGS, **more) for i in range(num)]
     outputs = engine.generate(requests)
     tokens = torch.stack([output.tokens for output in outputs])
     return tokens, audit_images(engine.runner, [output.request for output in outputs], tokens, share)
@@ -297,6 +298,15 @@ def test_the_audit_of_an_exact_run_finds_nothing(engine):
     assert audited(engine, listed(range(K)), share=0.1)[1]["audit"] < 1e-4
     exact = engine.resolve(Request(1, budget=0, **SETTINGS))
     assert audit_images(engine.runner, [exact], torch.zeros(1, 16, 3), 1.0) == {}
+
+
+def test_runs_report_the_plan_and_the_audit(engine):
+    request = Request(0, budget=5.0, refreshes="0", **STALE, **SETTINGS)
+    finished = engine.generate([request])
+    found = audit(engine, finished, num=100)  # of one image in a hundred, all iterations
+    assert found["plan"] and found["audit"] == audited(engine, "0", num=1)[1]["audit"]
+    assert audit(engine, finished, num=1)["audit"] != found["audit"]
+    assert audit(engine, [], num=0) == {}
 
 
 def test_settings_that_a_budget_refuses(engine):
