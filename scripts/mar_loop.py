@@ -29,6 +29,9 @@ SETTINGS = {
     "calibrated": {"method": "calibrated"},
     "lazymar": {"method": "lazymar"},
     "lazymar + calibrated": {"method": "lazymar", "denoiser": "calibrated"},
+    "budget 0.3": {"budget": 0.3},
+    "budget 1": {"budget": 1.0},
+    "budget 3": {"budget": 3.0},
 }
 
 
