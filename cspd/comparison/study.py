@@ -22,7 +22,7 @@ from tqdm import tqdm
 from cspd.device import peak_bytes, reset_peak
 from cspd.engine import Engine, OnProgress
 from cspd.evaluation.images import Subject, asking_for, in_turn
-from cspd.files import read_item, write_item
+from cspd.files import Place, read_item, write_item
 from cspd.method import (
     GUARANTEES,
     SEARCHED,
@@ -227,7 +227,7 @@ def cost_of(output: Output) -> dict:
     return costs
 
 
-def write_chunk(path: Path, chunk: Chunk, made_of: dict) -> None:
+def write_chunk(path: Place, chunk: Chunk, made_of: dict) -> None:
     """Writes the images as `arr_0`, as ADM's evaluator reads them, and the rest as JSON in `chunk`."""
     rest = chunk._asdict()
     rest["images"] = None
@@ -236,7 +236,7 @@ def write_chunk(path: Path, chunk: Chunk, made_of: dict) -> None:
     write_item(path, arrays, made_of)
 
 
-def read_chunk(path: Path, made_of: dict, side: int) -> Chunk | None:
+def read_chunk(path: Place, made_of: dict, side: int) -> Chunk | None:
     """The chunk of these requests, or None if it is absent, damaged, or has other images."""
     shape = (len(made_of["requests"]), side, side, 3)
     arrays = read_item(path, made_of, {"arr_0": (np.uint8, shape)})
@@ -564,7 +564,7 @@ class InterleavedRuns:
     rows: Sequence[Configuration]
     plans: list[Request]
     parts: list[list[list[Request]]]
-    folder: Any
+    folder: Place
     settings: dict
     bar: tqdm
     may_fail: bool

@@ -69,7 +69,7 @@ class Finished:
         log_sigma: [N], if traced, log sigma_p summed over channels and steps T - 1 .. 1. log_sigma_last: [N, d], at 0.
     """
 
-    owners: list[Any]
+    owners: list
     row: Tensor
     tokens: Tensor
     record: Tensor
