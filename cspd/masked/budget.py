@@ -750,11 +750,19 @@ def resolve(request: Request, runner: MARRunner) -> Request:
 
 
 def check(request: Request, runner: MARRunner) -> None:
-    """Raises ValueError if prices have no meaning for the request's settings, or only one axis is given."""
+    """Raises ValueError if prices have no meaning for the request's settings, or these contradict its budget."""
     if request.budget and request.temperature == 0:
         raise ValueError(f"budget={request.budget} needs temperature > 0: without noise nothing diverges")
     if (request.backbone is None) != (request.denoiser is None):
         raise ValueError("budget chooses both backbone and denoiser: give neither, or both")
+    if request.backbone is None and request.rounds is not None:
+        raise ValueError(
+            f"budget chooses rounds too: leave rounds={request.rounds!r} out, or give backbone and denoiser"
+        )
+    if request.budget == 0 and request.backbone is not None and not is_exact(request):
+        raise ValueError(
+            "budget=0 is exact, and these backbone, denoiser and rounds are not: leave them out, or budget"
+        )
 
 
 # The audit of a run: a share of its own images is replayed, exactly and by the run's plan.

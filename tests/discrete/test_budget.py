@@ -74,7 +74,7 @@ def test_what_a_budget_chose_can_be_asked_for_again(budget, method, engine):
 
 
 def test_a_budget_and_the_parameter_that_it_chooses(engine):
-    with pytest.raises(ValueError, match="budget=0.1 chooses delta: leave delta=3.5 out"):
+    with pytest.raises(ValueError, match=r"budget=0\.1 chooses delta: leave delta=3\.5 out"):
         engine.resolve(Request(1, method="uniform-rsd", budget=0.1, delta=3.5))
 
 

@@ -310,7 +310,16 @@ def test_runs_report_the_plan_and_the_audit(engine):
 
 
 def test_settings_that_a_budget_refuses(engine):
-    for wrong in ({"temperature": 0.0}, {"backbone": "cached"}, {"denoiser": "calibrated"}, {"budget": -1.0}):
+    cached = {"backbone": "cached", "denoiser": "speculative"}
+    for wrong in (
+        {"temperature": 0.0},
+        {"backbone": "cached"},
+        {"denoiser": "calibrated"},
+        {"budget": -1.0},
+        {"rounds": "0-3"},
+        {"budget": 0.0, "rounds": "0-3"},
+        {"budget": 0.0, **cached},
+    ):
         with pytest.raises(ValueError, match=r"budget|backbone"):
             engine.check(Request(1, **({"budget": 0.3, **SETTINGS} | wrong)))
 
