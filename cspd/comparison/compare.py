@@ -412,9 +412,10 @@ def _add_verdicts(
             p_values.append(None)
             if base is None or name not in own or name not in scores[base]:
                 continue
-            row[f"{name}_change"], error = change(own[name], scores[base][name], same_seeds is not None)
-            if error is not None:
-                p_values[-1] = two_sided(row[f"{name}_change"], error)
+            changed = change(own[name], scores[base][name], same_seeds is not None)
+            row[f"{name}_change"] = changed.difference
+            if changed.error is not None:
+                p_values[-1] = two_sided(*changed)
         for row, corrected in zip(rows, holm(p_values)):
             row[f"{name}_change_holm"] = corrected
         titles[f"{name}_change"] = NAMES[name]
