@@ -366,7 +366,8 @@ def _add_quality(
     if reference is not None:
         reference = _with_statistics(reference, how)
     subjects = report["labels"]
-    labels = None if are_texts(subjects) else in_turn(subjects, report["images"])
+    of_images = in_turn(subjects, report["images"])
+    labels = None if are_texts(subjects) else of_images
     # features are extracted once, and serve all scores, intervals and tests
     features, scores = [], []
     pairs = list(zip(report["rows"], images))
@@ -374,7 +375,7 @@ def _add_quality(
         data = _image_list(row_images)
         extracted = metrics.extract(data, **how)
         own, reasons = metrics.scores_of(
-            data, reference=reference, labels=labels, cycle=cycle_of(subjects), extracted=extracted, **how
+            data, reference=reference, labels=labels, cycle=cycle_of(of_images), extracted=extracted, **how
         )
         values = metrics.told(own, len(row_images))
         for name in QUALITIES:
