@@ -428,7 +428,7 @@ def send(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Te
     return sent
 
 
-def send_integers(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
+def send_integers(values: Sequence | np.ndarray, device: torch.device) -> Tensor:
     """Sends integers to a device, as one int64 tensor."""
     return send({"values": np.asarray(values, dtype=np.int64)}, device)["values"]
 

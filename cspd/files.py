@@ -372,10 +372,10 @@ class Measured(Protocol):
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
-    def check(self, *num_steps: int) -> None:
+    def check(self, *args: Any, **kwargs: Any) -> None:
         """Raises ValueError for values that no measurement can give.
 
-        For fitted arrays, `num_steps` is their number of denoising steps, T.
+        Fitted arrays take their number of denoising steps, T; other measurements take nothing.
         """
 
 

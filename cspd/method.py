@@ -271,6 +271,7 @@ class ModelRunner(Protocol):
         num_classes: labels are 0 .. num_classes - 1; 0 for a text-to-image model.
         tokens: of running sequences, [number of slots, at least seq_len(, d)].
         graphs: captures and replays work of fixed shape. noise: a module with the functions of `cspd.noise`.
+        tuning: the family's measurements on this device.
     """
 
     family: str
@@ -281,6 +282,7 @@ class ModelRunner(Protocol):
     tokens: Tensor
     graphs: Graphs
     noise: types.ModuleType
+    tuning: Any
 
     def check(self, request: Request, method: Method) -> Request:
         """The request with all defaults filled in. Raises ValueError on a bad setting or a missing model."""
@@ -523,7 +525,7 @@ def parse_method(
     text: str,
     options: Collection[str] | None = None,
     more: Several[str] = (),
-) -> tuple[str, dict[str, object]]:
+) -> tuple[str, dict[str, Any]]:
     """Parses "cool-sd:delta=1.5:gamma=4" to ("cool-sd", {"delta": 1.5, "gamma": 4}).
 
     Args:
@@ -622,7 +624,7 @@ class DraftChooser:
             return "as in the resumed run"
         return f"nothing was drafted: {choice.why}" if choice.config == PLAIN else choice.why
 
-    def _kind(self, request: Request, num_slots: int) -> Hashable:
+    def _kind(self, request: Request, num_slots: int) -> tuple:
         """Everything that a choice depends on."""
         return _settings_alone(request), num_slots
 

@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -111,13 +111,16 @@ class Block(nn.Module):
 class MAR(nn.Module):
     """The backbone and its head; state-dict names and shapes are the official ones."""
 
+    encoder_blocks: Sequence[Block]
+    decoder_blocks: Sequence[Block]
+
     def __init__(self, config: MARConfig) -> None:
         super().__init__()
         self.config = config
         dim = config.embed_dim
         length = config.buffer_size + config.seq_len
 
-        def blocks() -> nn.ModuleList:
+        def blocks() -> Any:
             return nn.ModuleList(Block(dim, config.num_heads) for _ in range(config.depth))
 
         self.class_emb = nn.Embedding(config.class_num, dim)

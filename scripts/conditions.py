@@ -115,7 +115,7 @@ def _texts(runner: VQRunner, texts: list[str], is_null: Tensor) -> tuple[Tensor,
     each = torch.arange(len(texts), device=runner.device)
     row = 2 * each + is_null
     most = inputs.shape[1]
-    index = torch.arange(most, device=runner.device) - (most - sent.count[row]).unsqueeze(1)  # negative at padding
+    index = torch.arange(most, device=runner.device) - (most - sent.length[row]).unsqueeze(1)  # negative at padding
     return inputs[row.unsqueeze(1), index.clamp(min=0)], index >= 0
 
 

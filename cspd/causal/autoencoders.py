@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +101,8 @@ class _ToGrid(nn.Module):
 
 class _Transformer(nn.Module):
     """Layers over a few learned inputs and the cells; the angles are in official files."""
+
+    freqs_cis: Tensor
 
     def __init__(self, config: SphereVAEConfig, num_layers: int) -> None:
         super().__init__()
@@ -224,7 +227,7 @@ class _BitEncoder(nn.Module):
         super().__init__()
         widths = [config.ch] + [config.ch * factor for factor in config.ch_mult]
         self.conv_in = _conv(3, config.ch)
-        self.down = nn.ModuleList()
+        self.down: Any = nn.ModuleList()
         for i, (before, width) in enumerate(itertools.pairwise(widths)):
             level = nn.Module()
             level.block = _blocks(before, width, config.num_res_blocks)
@@ -281,7 +284,8 @@ class _BitDecoder(nn.Module):
         above = [*widths[1:], widths[-1]]  # the width of the level before, from the lowest resolution up
         self.conv_in = nn.Conv2d(config.latent_dim, widths[-1], 3, padding=1)
         self.mid_block = _blocks(widths[-1], widths[-1], config.num_res_blocks)
-        self.up, self.adaptive = nn.ModuleList(), nn.ModuleList()
+        self.up: Any = nn.ModuleList()
+        self.adaptive = nn.ModuleList()
         for i, (before, width) in enumerate(zip(above, widths)):
             level = nn.Module()
             level.block = _blocks(before, width, config.num_res_blocks)

@@ -8,9 +8,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from cspd.checkpoints import checkpoint_files, family_of, load, run_settings
@@ -45,6 +45,7 @@ from cspd.device import describe, pick_device
 from cspd.engine import Engine
 from cspd.evaluation.images import (
     GRID,
+    Images,
     Subject,
     Watched,
     are_texts,
@@ -235,7 +236,7 @@ def run_compare(args: argparse.Namespace) -> None:
     asked_for = asking_for(blank, prompts[0] if prompts else 0)
 
     def with_models(models: Mapping[str, object]) -> argparse.Namespace:
-        own = dict.fromkeys(("arch", *FILES)) | models
+        own: dict[str, Any] = {**dict.fromkeys(("arch", *FILES)), **models}
         for key in FILES:
             if own[key] is not None:
                 own[key] = Path(own[key])
@@ -302,7 +303,7 @@ def _study(args: argparse.Namespace) -> tuple[dict, dict, list[dict]]:
 
 def how_to_evaluate(args: argparse.Namespace, rows: Sequence[Configuration]) -> dict:
     """The space, weights and reference of an evaluation, checked before there are images; {} without a space."""
-    targets = [checkpoint_files(row.models["checkpoint"])["target"] for row in rows]
+    targets: list[Any] = [checkpoint_files(row.models["checkpoint"])["target"] for row in rows]
     spaces = set(map(space_of, targets))
     # values of different spaces cannot be compared
     space = spaces.pop() if len(spaces) == 1 else None
@@ -348,6 +349,8 @@ def run_evaluate(args: argparse.Namespace) -> None:
     with if_stopped(progress), shards_store(args.out) as store:
         args.device = own_device(args.device)
         engine, request, subjects, settings, how = _prepare(args, prompts)
+        summary: Any
+        held: Store | None
         if args.ray:
             shards, summary = on_ray(args, functools.partial(_divided, prompts=prompts), args.num)
             held = finish(shards)
@@ -412,7 +415,7 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _about_sampling(args: argparse.Namespace, engine: Engine, manifest: dict, summary: dict) -> dict:
+def _about_sampling(args: argparse.Namespace, engine: Engine, manifest: Mapping, summary: dict) -> dict:
     """The part of the report about sampling: settings, speed, and what ran."""
     summary.setdefault("machine", engine.describe())  # Ray's workers are on other machines
     ran = what_ran(summary["machine"], models_of(manifest, engine.runner), args.line)
@@ -450,7 +453,7 @@ def _divided(args: argparse.Namespace, prompts: list[str] | None) -> tuple[Engin
     engine = load_engine(args, args.max_batch)
     runner = engine.runner
     labels = args.labels or range(runner.num_classes) or [0]
-    subjects = prompts or class_numbers(labels, engine)
+    subjects: list[Any] = prompts or class_numbers(labels, engine)
     blank = request_of(args, None, args.seed, negative_prompt=args.negative_prompt)
     request = asking_for(blank, subjects[0])  # text-to-image models refuse a class
     return engine, request, subjects, run_settings(args, engine.check(request))
@@ -483,9 +486,10 @@ def _usual_space(args: argparse.Namespace, size: tuple[int, int], of_texts: bool
     """
     if args.weights:
         return INCEPTION
-    own = None if args.images else space_of(checkpoint_files(args.checkpoint)["target"])
-    if own:
-        return own
+    if not args.images:
+        target: Any = checkpoint_files(args.checkpoint)["target"]
+        if own := space_of(target):
+            return own
     if of_texts:
         return INCEPTION if args.ref else None
     # images of unknown origin are likely those of the bundled models if they have their size
@@ -495,7 +499,7 @@ def _usual_space(args: argparse.Namespace, size: tuple[int, int], of_texts: bool
     return INCEPTION
 
 
-def _measured(images: Dataset, subjects: list[Subject] | None, how: dict, clip: Path | None) -> dict:
+def _measured(images: Images, subjects: Any, how: dict, clip: Path | None) -> dict:
     """All measurements of images. `subjects`: their classes or prompts, or None if they are not known."""
     of_texts = are_texts(subjects)
     if how["space"] is None:
@@ -507,7 +511,7 @@ def _measured(images: Dataset, subjects: list[Subject] | None, how: dict, clip: 
     values |= {"clip_score": None, "clip_score_error": None, "clip": None, "cmmd_by": clip and clip.name}
     if of_texts and clip is None:
         values["missing"]["clip_score"] = NO_MODEL
-    elif of_texts:
+    elif clip is not None and of_texts:
         model = Clip(clip, how["device"])
         with tqdm(total=len(images), desc="by CLIP", unit=" image") as bar:
             scores = model.scores(Watched(images, bar), subjects)
@@ -516,7 +520,7 @@ def _measured(images: Dataset, subjects: list[Subject] | None, how: dict, clip: 
     return values
 
 
-def _report(args: argparse.Namespace, images: Dataset, subjects: list[Subject] | None, how: dict, about: dict) -> None:
+def _report(args: argparse.Namespace, images: Images, subjects: list[Subject] | None, how: dict, about: dict) -> None:
     """Measures the images, writes the report, and prints it."""
     report = {
         "schema": EVALUATION_SCHEMA,

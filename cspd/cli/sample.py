@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -104,7 +104,7 @@ def sample_to_folder(
     """
     checked = [engine.checked(request) for request in requests]
     names = [file_name(i, each.request) for i, each in enumerate(checked)]
-    record = {"schema": SCHEMA, "settings": settings, "requests": len(requests)}
+    record: dict[str, Any] = {"schema": SCHEMA, "settings": settings, "requests": len(requests)}
     record["machine"] = engine.describe()
     overviews = OVERVIEWS if heatmap else (GRID,)
     journal = out / JOURNAL
@@ -224,7 +224,7 @@ def _generate(
     finish: Callable[[Output], Tensor],
 ) -> Generated:
     """Generates and writes the images with the indices `todo`."""
-    entries = []
+    entries: list[dict] = []
     draft_counts: dict[str, list] = {}
     audited = []
     writing = 0.0
@@ -336,6 +336,8 @@ def _sample_shards(args: argparse.Namespace, asked: Sequence[dict], num: int, pa
 
     with if_stopped(progress), shards_store(args.out) as store:
         divided = functools.partial(_divided, asked=asked, num=num)
+        summary: Any
+        held: Store | None
         if args.ray:
             shards, summary = on_ray(args, divided, num)
             held = finish(shards)
@@ -490,7 +492,7 @@ def run_edit(args: argparse.Namespace) -> None:
     shown = known.fitted(size)
     before = [("before", to_pil(shown.image)), ("kept", _kept(shown.image, first.known.mask))]
 
-    def pasted(output: Output) -> torch.Tensor:
+    def pasted(output: Any) -> torch.Tensor:
         return shown.pasted(output.image, output.request.known.mask)
 
     with if_stopped(lambda: progress_message(args.out, args.num)):
@@ -509,7 +511,7 @@ def run_edit(args: argparse.Namespace) -> None:
     tell(engine, checked[0], record, args.out, args.heatmap)
 
 
-def _kept(image: torch.Tensor, generated: torch.Tensor) -> Image.Image:
+def _kept(image: torch.Tensor, generated: Any) -> Image.Image:
     """An image [3, H, W] in grey at the generated tokens, bool [L]."""
     side = math.isqrt(len(generated))
     tokens = generated.view(1, 1, side, side).float()

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -87,7 +87,7 @@ def add_clip_scores(
         return
     model = Clip(folder, device)
     report["clip"] = model.about
-    prompts = in_turn(report["labels"], report["images"])
+    prompts: list[Any] = in_turn(report["labels"], report["images"])
     scores: list[Tensor] = []
     for row_images in tqdm(images, desc="by CLIP", unit=" row", disable=not progress):
         scores.append(model.scores(_image_list(row_images), prompts))
@@ -169,7 +169,7 @@ def compare(
     Raises:
         ValueError: a request is invalid, an engine lacks an autoencoder, or as `Store.claim`.
     """
-    how = {"overwrite": overwrite, "timed": TIMED, "progress": progress}
+    how: dict[str, Any] = {"overwrite": overwrite, "timed": TIMED, "progress": progress}
     with taking_turns(rows, subjects, [num], seed, store, **how) as runs:
         chunks = runs.make(num)
     evaluation = Evaluation(space, weights, reference, clip)
@@ -182,7 +182,7 @@ def ran_by(rows: Sequence[Configuration], command: str | None) -> dict:
     """As `what_ran`; each model has the names of the "configurations" that use it."""
     models: dict[tuple, dict] = {}
     for row in rows:
-        family = row.engine.check(row.request).family
+        family: Any = row.engine.check(row.request).family
         runner = row.engine.runners[family]
         for model in models_of(row.files, runner):
             key = model["role"], model["sha256"]
@@ -207,7 +207,7 @@ def report_of(
     for made in chunks:
         images.append(np.concatenate([chunk.images for chunk in made]))
     reference = evaluation.reference
-    report = {
+    report: dict[str, Any] = {
         "schema": SCHEMA,
         "images": len(images[0]),
         "first_seed": seed,
@@ -233,7 +233,8 @@ def report_of(
             entry["settings"]["seed"] = row.seed
         entry["pixel_difference"] = entry["worst_images"] = None
         if base is not None:
-            differences = _differences(own, images[base], row.engine.runners[plan.family].seq_len)
+            family: Any = plan.family
+            differences = _differences(own, images[base], row.engine.runners[family].seq_len)
             entry["pixel_difference"] = float(np.square(differences).mean() ** 0.5)
             if entry["guarantee"] != "exact":
                 entry["worst_images"] = _worst(differences)
@@ -301,7 +302,7 @@ def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks
     bound = {"bound": None, "bound_ci95": None}
     if guarantee == "bounded":
         bound = _mean_bound(costs)
-    near = measured(costs)
+    near: dict[str, Any] = measured(costs)
     measured_intervals = {}
     for name in ("difference", "audit"):
         error = near.pop(f"{name}_error")
@@ -361,12 +362,12 @@ def _add_quality(
             missing[name] = reason
         return [{} for _ in rows]
 
-    how = {"space": evaluation.space, "weights": evaluation.weights, "device": rows[0].engine.device}
+    how: dict[str, Any] = {"space": evaluation.space, "weights": evaluation.weights, "device": rows[0].engine.device}
     reference = evaluation.reference
     if reference is not None:
         reference = _with_statistics(reference, how)
     subjects = report["labels"]
-    of_images = in_turn(subjects, report["images"])
+    of_images: list[Any] = in_turn(subjects, report["images"])
     labels = None if are_texts(subjects) else of_images
     # features are extracted once, and serve all scores, intervals and tests
     features, scores = [], []
@@ -424,17 +425,18 @@ def _add_verdicts(
         for row, corrected in zip(rows, holm([row[p_value] for row in rows])):
             row[f"{p_value}_holm"] = corrected
     for row in rows:
-        corrected = {test: row[f"{test}_holm"] for test in titles if row[f"{test}_holm"] is not None}
-        if corrected:
-            found = dict.fromkeys(titles[test] for test, p in corrected.items() if p < SURE)
+        known = {test: row[f"{test}_holm"] for test in titles if row[f"{test}_holm"] is not None}
+        if known:
+            found = dict.fromkeys(titles[test] for test, p in known.items() if p < SURE)
             row["verdict"] = f"differs: {', '.join(found)}" if found else "no difference shown"
 
 
 def _with_statistics(reference: Reference, how: dict) -> Reference:
     """The reference with statistics only, computed once for all rows: no column needs its images."""
     statistics = reference.statistics
-    if statistics is None and len(reference.images) >= metrics.LEAST["fid"]:
-        statistics = statistics_of(metrics.features(reference.images, **how))
+    images: Any = reference.images
+    if statistics is None and len(images) >= metrics.LEAST["fid"]:
+        statistics = statistics_of(metrics.features(images, **how))
     if statistics is None:
         return reference
     return replace(reference, statistics=statistics, images=None)
@@ -602,7 +604,7 @@ def tune(
     other = seed + OTHER_SEEDS
     rows = [plain, replace(plain, name=f"{plain.name}:seed={other}", seed=other), *candidates]
     evaluation = Evaluation(space, weights, reference)
-    folder = {"overwrite": overwrite, "written": [*WRITTEN, TUNE], "may_fail": True, "progress": progress}
+    folder: dict = {"overwrite": overwrite, "written": [*WRITTEN, TUNE], "may_fail": True, "progress": progress}
     with taking_turns(rows, labels, rungs(num), seed, store, **folder) as runs:
         history, report, images = _search(runs, labels, rungs(num), seed, limits, evaluation)
         failed = {rows[r].name: reason for r, reason in runs.failed.items()}

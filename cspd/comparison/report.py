@@ -9,7 +9,7 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
@@ -143,7 +143,7 @@ INTERVAL = " [95 % interval]"
 WIDTH = 120  # of the table and the notes in a terminal
 
 
-def value_of(row: dict, key: str) -> float | str | None:
+def value_of(row: dict, key: str) -> Any:
     """A row's value, or the median of its values."""
     value = row[key]
     return value["median"] if isinstance(value, dict) else value
@@ -392,7 +392,7 @@ def front_table(report: dict) -> str:
 def choice_told(report: dict) -> str:
     """The chosen row in a sentence, with the limits that it may exceed by chance."""
     tuned = report["tune"]
-    row = _named(report, tuned["chosen"])
+    row: Any = _named(report, tuned["chosen"])
     sentence = f"{_fast(row)} as ar, the fastest with {wanted(tuned['limits'])}"
     # the best of many candidates is partly the luckiest: its interval may reach beyond a limit
     unsure = []

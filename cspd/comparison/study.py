@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from tqdm import tqdm
 from cspd.device import peak_bytes, reset_peak
 from cspd.engine import Engine, OnProgress
 from cspd.evaluation.images import Subject, asking_for, in_turn
-from cspd.files import read_item, write_item
+from cspd.files import Place, read_item, write_item
 from cspd.method import (
     GUARANTEES,
     SEARCHED,
@@ -34,7 +34,7 @@ from cspd.method import (
     with_method,
 )
 from cspd.option import BUNDLED, check_integer
-from cspd.request import Output, Request, to_pil
+from cspd.request import Output, Request
 from cspd.runs import DECIDED, LAZY, MEASURED, Store, earlier_choices, missing_files
 from cspd.terminal import LARGEST_SEED, MOST, choice, label_list, shortened
 
@@ -159,7 +159,7 @@ def _check_keys(where: str, settings: Mapping, valid: Sequence[str]) -> None:
     for key, value in settings.items():
         if key not in valid:
             raise ValueError(f"{where}: {shortened(key)} is unknown: {choice(key, valid)}")
-        types = (str, int, float)
+        types: tuple[type, ...] = (str, int, float)
         kind = "a number or a text"
         if key in TEXTS:
             types = (str,)
@@ -227,7 +227,7 @@ def cost_of(output: Output) -> dict:
     return costs
 
 
-def write_chunk(path: Path, chunk: Chunk, made_of: dict) -> None:
+def write_chunk(path: Place, chunk: Chunk, made_of: dict) -> None:
     """Writes the images as `arr_0`, as ADM's evaluator reads them, and the rest as JSON in `chunk`."""
     rest = chunk._asdict()
     rest["images"] = None
@@ -236,7 +236,7 @@ def write_chunk(path: Path, chunk: Chunk, made_of: dict) -> None:
     write_item(path, arrays, made_of)
 
 
-def read_chunk(path: Path, made_of: dict, side: int) -> Chunk | None:
+def read_chunk(path: Place, made_of: dict, side: int) -> Chunk | None:
     """The chunk of these requests, or None if it is absent, damaged, or has other images."""
     shape = (len(made_of["requests"]), side, side, 3)
     arrays = read_item(path, made_of, {"arr_0": (np.uint8, shape)})
@@ -270,7 +270,7 @@ class Configuration:
     name: str
     request: Request
     engine: Engine
-    models: Mapping[str, object] = field(default_factory=dict)
+    models: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, object] = field(default_factory=dict)
     seed: int | None = None
 
@@ -460,7 +460,7 @@ def baselines(
         chain = {name: getattr(first, name) for name in CHAIN}
         keys.insert(0, (request.but(**chain), files))
     others = [each for each in rows if each.request.method == "ar" and each is not row]
-    found = []
+    found: list[Configuration] = []
     for key in keys:
         found = found or [each for each in others if each.key() == key]
 
@@ -488,13 +488,14 @@ def candidates(plain: Configuration, divergence: float | None) -> tuple[list[Con
             measured ones too. No guarantee covers another number of iterations, so these two keep the user's.
     """
     usual = plain.engine.check(plain.request)
-    names = SEARCHED[usual.family].split()
+    family: Any = usual.family
+    names = SEARCHED[family].split()
     guarantees = tuple(GUARANTEES)
     iterations = [None]  # the user's
     if divergence is not None:
-        names += WINDOWS[usual.family].split()
+        names += WINDOWS[family].split()
         guarantees = ("exact", "measured") if divergence else ("exact",)
-        if divergence and usual.family == "MAR":
+        if divergence and family == "MAR":
             # a plan by prices takes the place of numbers of head calls that would be tried one by one
             names = [name for name in names if not name.startswith("calibrated")]
             names.append(f"budget:budget={divergence:g}")
@@ -563,7 +564,7 @@ class InterleavedRuns:
     rows: Sequence[Configuration]
     plans: list[Request]
     parts: list[list[list[Request]]]
-    folder: Path
+    folder: Place
     settings: dict
     bar: tqdm
     may_fail: bool
@@ -611,7 +612,7 @@ class InterleavedRuns:
 
     def _find(self, r: int, i: int) -> bool:
         """Reads the chunk of a row's turn, if an earlier run has generated it."""
-        family = self.plans[r].family
+        family: Any = self.plans[r].family
         side = self.rows[r].engine.runners[family].image_size
         chunk = read_chunk(self.folder / _file(r, i), self._made_of(r, i), side)
         if chunk is None:
@@ -712,7 +713,7 @@ def taking_turns(
     files = []
     for r in range(len(rows)):
         files += [_file(r, i) for i in range(len(turns))]
-    record = {"schema": SCHEMA, "settings": settings, "windows": {}}
+    record: dict[str, Any] = {"schema": SCHEMA, "settings": settings, "windows": {}}
     earlier = store.claim(record, [*files, *written], overwrite)
     earlier_windows = earlier["windows"] if earlier else {}
     with tqdm(total=num * len(rows), unit=" image", bar_format=BAR, disable=not progress) as bar:
@@ -855,6 +856,6 @@ def _timed(row: Configuration, requests: list[Request], on_progress: OnProgress)
     peak = peak_bytes(row.engine.device)
     if outputs[0].image is None:
         raise ValueError(f"{row.name}: there are no images to compare: give the engine an autoencoder")
-    images = [np.asarray(to_pil(output.image)) for output in outputs]
+    images = [np.asarray(output.pil()) for output in outputs]
     costs = [cost_of(output) for output in outputs]
     return Chunk(np.stack(images), seconds, peak, costs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -258,7 +258,7 @@ def packed(sequences: list[Sequence], config: GPTConfig, ahead: Set[Sequence], m
     slots = [sequence.slot for sequence in sequences]
     seeds = [sequence.request.seed for sequence in sequences]
     iterations = [sequence.iteration + (sequence in ahead) for sequence in sequences]
-    settings = [sequence.request.settings for sequence in sequences]
+    settings: list[Mapping[str, Any]] = [sequence.request.settings for sequence in sequences]
     cfg, temperature, top_k, top_p = ([own[name] for own in settings] for name in MIXED)
     counts, masses, most_kept = filter_numbers(top_k, top_p, config.vocab_size)
     divisors = [1.0 if tau == 0 else max(tau, MIN_TEMPERATURE) for tau in temperature]

@@ -475,7 +475,7 @@ def drafting(
         resolve=by_budget,
         explain=explain,
         of_request=lambda request: rule_of(request).guarantee,
-        uses=lambda request: {DRAFTS[request.draft].needs} - {None},
+        uses=lambda request: set(filter(None, [DRAFTS[request.draft].needs])),
     )
 
 
@@ -584,7 +584,7 @@ def _static_tree(height: int, device: torch.device) -> tuple[Shape, list[Level],
     """EAGLE-1's tree down to a height, its levels, and the indices of its inner nodes in all levels, int64 [M]."""
     # nodes are numbered depth by depth
     num_children = {path: count for path, count in EAGLE_TREE.items() if len(path) < height}
-    paths = [()]
+    paths: list[tuple[int, ...]] = [()]
     for parent, count in num_children.items():
         paths += [(*parent, rank) for rank in range(count)]
     paths.sort(key=lambda path: (len(path), path))
@@ -639,7 +639,7 @@ def eagle_static(runner: VQRunner, batch: Batch) -> Drafted:
     for depth, level in enumerate(levels):
         q = runner.distributions(batch, features, "eagle", soft=batch.greedy)
         Q.append(q)
-        if is_chosen:
+        if draws is None:
             expected = _expected(batch, q, u[depth])
             drafted = likeliest(expected, level.children.shape[1])
         else:

@@ -8,10 +8,10 @@ import math
 import statistics
 import time
 import types
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -385,7 +385,8 @@ class RulePrice:
 
     def check(self) -> None:
         """Raises ValueError unless both are numbers from 0 on, or both None."""
-        if (self.nats, self.error) != (None, None) and not (0 <= self.nats < LARGEST and 0 <= self.error < LARGEST):
+        values: Any = self.nats, self.error
+        if values != (None, None) and not all(0 <= value < LARGEST for value in values):
             raise ValueError(f"expected values in 0..{LARGEST:g}, got {self}")
 
 
@@ -411,13 +412,14 @@ class Tuning(DraftChooser):
         tokenizer: VQModel | None = None,
     ) -> None:
         super().__init__()
-        self.target, self.eagle, self.text_encoder = target, eagle, text_encoder
+        self.target, self.eagle = target, eagle
+        self.text_encoder = cast(TextEncoder, text_encoder)  # may be None: there are then no prompts
         self.draft, self.tokenizer = draft, tokenizer
         self.device, self.precision, self.compiled, self.graphs = device, precision, compiled, graphs
         self._calibrations = calibrations
         self._hashes: dict[str, str] = {}
 
-    def _kind(self, request: Request, num_slots: int) -> Hashable:
+    def _kind(self, request: Request, num_slots: int) -> tuple:
         return *super()._kind(request, num_slots), self._text_length(request)
 
     def _text_length(self, request: Request) -> int:
@@ -434,7 +436,8 @@ class Tuning(DraftChooser):
         # nothing is measured if the request leaves no choice
         by_name = {name_of(config): config for config in draft_configs(request, self.eagle is not None)}
         if len(by_name) == 1:
-            return Choice(*by_name.values(), "as asked for")
+            [config] = by_name.values()
+            return Choice(config, "as asked for")
         seconds = self.seconds(request, num_slots, by_name)
         return fastest(seconds, by_name, functools.partial(self.tokens_per_round, request), num_slots)
 
@@ -516,7 +519,7 @@ class Tuning(DraftChooser):
 
         def measure() -> RulePrice:
             stats = [sequence.stats for sequence in whole_images(self._runner(PRICED), method, request)]
-            audits = [own.audit for own in stats]
+            audits: list[Any] = [own.audit for own in stats]
             if None in audits:
                 return RulePrice(None, None)
             return RulePrice(statistics.mean(audits), statistics.stdev(audits) / len(audits) ** 0.5)

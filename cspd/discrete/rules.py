@@ -6,7 +6,7 @@ import functools
 import math
 import weakref
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,11 +45,11 @@ class Filter(NamedTuple):
     """Top-k and top-p of each sequence. Tokens as likely as the least likely one that passes also pass.
 
     Attributes:
-        count: int64 [B], k of top-k. mass: [B], p of top-p among these; 2 lets all pass.
+        top_k: int64 [B]. mass: [B], p of top-p among these; 2 lets all pass.
         most: the largest count, a Python integer.
     """
 
-    count: Tensor
+    top_k: Tensor
     mass: Tensor
     most: int
 
@@ -83,7 +83,7 @@ def _least_kept(logits: Tensor, kept: Filter, per_sequence: list[int]) -> Tensor
     ordered = logits.topk(kept.most).values
 
     # top-k
-    beyond = steps(kept.most, logits.device) >= kept.count.view(per_sequence)
+    beyond = steps(kept.most, logits.device) >= kept.top_k.view(per_sequence)
 
     # top-p
     mass = ordered.masked_fill(beyond, -torch.inf).softmax(-1)
@@ -507,7 +507,8 @@ DIALS: dict[str, tuple[str, tuple[float, ...]]] = {  # the parameter that a budg
     "gsd": ("group", (2, 3, 5, 10, 14, 25, 50)),
 }
 RULE = Option("rule", PARAMETERS, "how drafted tokens are accepted", default="exact")
-DEFAULTS = {option.name: option.default for options in PARAMETERS.values() for option in options}
+DEFAULTS: dict[str, Any] = {option.name: option.default for options in PARAMETERS.values() for option in options}
+NEEDED: Any = None  # default of the parameters that some rules need; their checks refuse it
 MAX_DEPTHS = 2**16  # of a chain or tree
 WINDOW_CAP = 8  # L of a schedule over a Jacobi window: at its 64, omega_1 would be 32 delta, blind acceptance
 
@@ -535,14 +536,14 @@ class Rule:
     """
 
     name: str = "exact"
-    delta: float | None = None
+    delta: float = NEEDED
     schedule: str = DEFAULTS["schedule"]
     nu: float = DEFAULTS["nu"]
-    length: int | None = None
+    length: int = NEEDED
     lam: float = DEFAULTS["lam"]
     k: int = DEFAULTS["k"]
     metric: str = DEFAULTS["metric"]
-    group: int | None = None
+    group: int = NEEDED
     gap: float = DEFAULTS["gap"]
     optimal: bool = DEFAULTS["optimal"]
     published: bool = DEFAULTS["published"]
@@ -607,7 +608,7 @@ class Rule:
         Q: Tensor,
         depth: Tensor | int = 1,
         near: Tensor | None = None,
-        x: Tensor | None = None,
+        x: Any = None,
     ) -> Tensor:
         """f [..., V].
 
@@ -631,7 +632,7 @@ class Rule:
         limit = self._limit(P.gather(-1, x))
         return pooled_token(P, Q, x, self._pooled_neighbours(near), limit)
 
-    def resample(self, P: Tensor, Q: Tensor, f: Tensor | None, x: Tensor, near: Tensor | None = None) -> Tensor:
+    def resample(self, P: Tensor, Q: Tensor, f: Any, x: Tensor, near: Tensor | None = None) -> Tensor:
         """G [..., V] after candidates x [...] were rejected; the other arguments as in `accept`.
 
         f may be None if the rule has no `has_whole_f`.
@@ -710,7 +711,7 @@ class Rule:
 
 
 @functools.lru_cache(maxsize=256)
-def _rule(name: str, length: int | None, greedy: bool, *parameters: tuple[str, object]) -> Rule:
+def _rule(name: str, length: Any, greedy: bool, *parameters: tuple[str, Any]) -> Rule:
     return Rule(name, length=length, greedy=greedy, **dict(parameters))
 
 

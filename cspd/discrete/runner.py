@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -146,7 +146,7 @@ class Conditions:
             if model is not None:
                 self.last[name] = model.tok_embeddings.weight.new_zeros(rows, model.config.dim)
         has_classes = models["target"].config.num_classes
-        self.before = None if has_classes else torch.zeros(rows, dtype=torch.int64, device=device)
+        self.before = cast(Tensor, None if has_classes else torch.zeros(rows, dtype=torch.int64, device=device))
 
     def columns(self, batch: Batch, position: Tensor) -> Tensor:
         """Cache columns of inputs at positions [R], one position per row of a batch."""
@@ -163,12 +163,12 @@ class Texts(NamedTuple):
     """Prompts as the models' inputs, on the device.
 
     Attributes:
-        tokens: as `VQRunner.text_of` returns them, [R, N, ...], padded on the right. count: int64 [R], their lengths.
+        tokens: as `VQRunner.text_of` returns them, [R, N, ...], padded on the right. length: int64 [R].
         is_null: bool [R], whether the model's null caption replaces the prompt; None if it never does.
     """
 
     tokens: Tensor
-    count: Tensor
+    length: Tensor
     is_null: Tensor | None
 
 
@@ -178,11 +178,11 @@ def _uses(sequences: list[Sequence]) -> set[str]:
 
 
 def inputs_of_texts(model: GPT, texts: Texts) -> Tensor:
-    """A model's inputs [R, N, dim] for prompts. For a null caption, its last `count` tokens."""
+    """A model's inputs [R, N, dim] for prompts. For a null caption, its last `length` tokens."""
     tokens = texts.tokens
     if texts.is_null is not None:
-        null = model.cls_embedding.uncond_embedding
-        first = len(null) - texts.count.unsqueeze(1)
+        null: Any = model.cls_embedding.uncond_embedding
+        first = len(null) - texts.length.unsqueeze(1)
         index = first + steps(tokens.shape[1], tokens.device)
         of_null = null[index.clamp(max=len(null) - 1)]
         tokens = torch.where(texts.is_null[:, None, None], of_null, tokens)
@@ -232,10 +232,10 @@ class VQRunner:
         graphs: Graphs | None = None,
     ) -> None:
         models = {"target": target, "draft": draft, "eagle": eagle}
-        self.models = {name: model and precision.prepare(model) for name, model in models.items()}
+        self.models: dict[str, Any] = {name: model and precision.prepare(model) for name, model in models.items()}
         self.models["tokenizer"] = tokenizer
         self.target = target
-        self.text_encoder = text_encoder
+        self.text_encoder = cast(TextEncoder, text_encoder)  # may be None: `check` then refuses prompts
         self.tuning = tuning
         self.device = device
         self.precision = precision
@@ -388,7 +388,8 @@ class VQRunner:
         """
         batch = self.batch_of(sequences)
         count = self._num_given(sequences[0].request)
-        tokens = torch.stack([sequence.request.known.image[:count] for sequence in sequences])
+        known: list[Any] = [sequence.request.known for sequence in sequences]
+        tokens = torch.stack([own.image[:count] for own in known])
         tokens = send_integers(tokens.numpy(), self.device)
         inputs = tokens.roll(1, 1)  # the input at a position is the token before it, and at the first the condition
         self.begin(None)
@@ -427,7 +428,7 @@ class VQRunner:
         """One forward pass of each model over all prompts but their last tokens. Padding is overwritten later."""
         batch = self.batch_of(sequences)
         texts = self.sent_texts([sequence.request for sequence in sequences], batch.num_branches)
-        num_before = texts.count - 1
+        num_before = texts.length - 1
         each = steps(len(num_before), self.device)
         self.conditions.before[batch.rows] = num_before
         uses = _uses(sequences)
@@ -453,7 +454,8 @@ class VQRunner:
         texts = []
         is_null = []
         for request in requests:
-            own = self.text_of(request.prompt)
+            prompt: Any = request.prompt
+            own = self.text_of(prompt)
             texts.append(own)
             is_null.append(False)
             if num_branches == 2:

@@ -198,7 +198,7 @@ class TextEncoder:
             )
         return features
 
-    def null(self, features: Tensor, most: int) -> None:
+    def null(self, features: Tensor, most: int) -> Tensor | None:
         """None: without a negative prompt, the unconditional branch is the model's own `uncond_embedding`."""
 
     def check(self, request: object, most: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -375,7 +375,7 @@ class Shape:
         return self.sees.sum(-2) > 1
 
     @functools.cached_property
-    def inner(self) -> Tensor | slice:
+    def inner(self) -> Any:
         """int64 [..., M], or a slice: the nodes that may have children, those with most children first."""
         if self.chain:
             return slice(self.height)

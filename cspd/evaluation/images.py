@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,10 +31,17 @@ DIGITS = 20  # of the numbers in files' names; seeds have at most 19
 FORMATS = ("PNG", "JPEG")  # Pillow's default includes formats that it opens with Ghostscript
 
 
-class ImageList(Dataset):
+class Images(Dataset[Tensor]):
+    """A data set of uint8 [3, H, W], with a length."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class ImageList(Images):
     """A data set of uint8 [3, H, W] over images in memory, each float [3, H, W] in 0..1 or uint8 already."""
 
-    def __init__(self, images: Sequence[Tensor]) -> None:
+    def __init__(self, images: Sequence[Tensor] | Tensor) -> None:
         self.images = images
 
     def __len__(self) -> int:
@@ -43,10 +51,10 @@ class ImageList(Dataset):
         return to_uint8(self.images[index])
 
 
-class Watched(Dataset):
+class Watched(Images):
     """A data set that advances a progress bar when it is read."""
 
-    def __init__(self, images: Dataset, bar: tqdm) -> None:
+    def __init__(self, images: Images, bar: tqdm) -> None:
         self.images, self.bar = images, bar
 
     def __len__(self) -> int:
@@ -78,7 +86,7 @@ def image_files(folder: Path) -> list[Path]:
     return sorted(files, key=_by_number)
 
 
-class ImageFolder(Dataset):
+class ImageFolder(Images):
     """A data set of uint8 [3, H, W] over a folder's `image_files`.
 
     All headers are read at once, which takes a second for 10,000 files; pixels are read on access, by `read_image`.
@@ -118,7 +126,7 @@ class ImageFolder(Dataset):
         return labels
 
 
-class NpzImages(Dataset):
+class NpzImages(Images):
     """A data set of uint8 [3, H, W] over an .npz in ADM's layout: images in `arr_0`, [N, H, W, 3].
 
     Images of uncompressed files stay on the disk until they are read: 50,000 of 256x256 pixels take 10 GB.
@@ -227,6 +235,7 @@ def read_image(path: Path) -> Tensor:
     with _opened(path) as image:
         # an alpha channel that is opaque everywhere does no harm
         if image.has_transparency_data:
+            lowest: Any
             lowest, _ = image.convert("RGBA").getchannel("A").getextrema()
             if lowest < 255:
                 raise ValueError("it has transparent pixels: put it on a background")
@@ -271,7 +280,7 @@ def check_npz(path: Path) -> None:
     check_file(path, "--npz")
 
 
-def export_npz(images: Dataset, path: Path) -> None:
+def export_npz(images: Images, path: Path) -> None:
     """Writes a data set as ADM's evaluator reads it: an uncompressed .npz with arr_0, uint8 [N, H, W, 3].
 
     It writes one image at a time, since 50,000 images of 256x256 pixels take 10 GB. Raises OSError as `publishing`.
@@ -324,7 +333,7 @@ def cycle_of(subjects: Sequence[Subject] | None) -> int:
 
 def are_texts(subjects: Sequence[Subject] | None) -> bool:
     """Whether the subjects are prompts; False if they are not known (None)."""
-    return bool(subjects) and isinstance(subjects[0], str)
+    return isinstance(subjects[0], str) if subjects else False
 
 
 def file_name(index: int, request: Request) -> str:
@@ -347,10 +356,10 @@ def prompts_of(folder: ImageFolder | NpzImages) -> list[str] | None:
     """The prompts of a folder's images, from the record of their run or their list, or None if it lacks one of them."""
     if not folder.files:
         return None
-    prompts = {}
+    prompts: dict[str, Any] = {}
     for image in listed_images(folder.files[0].parent):
         prompts[image["file"]] = image["request"].get("prompt")
-    found = [prompts.get(path.name) for path in folder.files]
+    found: list[Any] = [prompts.get(path.name) for path in folder.files]
     return None if None in found else found
 
 

@@ -29,6 +29,7 @@ from cspd.device import pick_device
 from cspd.evaluation.images import (
     ImageFolder,
     ImageList,
+    Images,
     NpzImages,
     Watched,
     beginning,
@@ -92,7 +93,8 @@ class Clip:
 
             try:
                 self.processor = CLIPProcessor.from_pretrained(folder, local_files_only=True)
-                model, report = CLIPModel.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+                loaded: Any = CLIPModel.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+                model, report = loaded
             except Exception as error:  # a damaged file can fail anywhere in the readers
                 reason = " ".join(str(error).split())
                 raise CheckpointError(f"{folder}: cannot be read as CLIP ({reason}): {SOURCE}") from error
@@ -109,7 +111,7 @@ class Clip:
         return {"name": self.folder.resolve().name, "fingerprint": fingerprint}
 
     @torch.inference_mode()
-    def scores(self, images: Dataset, texts: Sequence[str]) -> Tensor:
+    def scores(self, images: Images, texts: Sequence[str]) -> Tensor:
         """100 max(cos, 0), float32 [N] on the CPU, of images uint8 [3, H, W] and a text for each.
 
         A text is truncated to CLIP's maximum of tokens (77).
@@ -131,7 +133,7 @@ class Clip:
         return torch.cat(found)
 
     @torch.inference_mode()
-    def features(self, images: Dataset) -> Tensor:
+    def features(self, images: Images) -> Tensor:
         """The projected features, float32 [N, D] on the CPU, of images uint8 [3, H, W]."""
         found = []
         for start in range(0, len(images), BATCH):
@@ -169,7 +171,7 @@ DINOV2_SOURCE = "facebook/dinov2-large on the Hugging Face Hub has them"
 DINOV2_FILES = {"configuration": ("config.json",), "weights": WEIGHTS}
 
 
-def dinov2_features(images: Dataset, folder: Path, device: torch.device | str = "auto") -> Tensor:
+def dinov2_features(images: Images, folder: Path, device: torch.device | str = "auto") -> Tensor:
     """The class tokens of a DINOv2 model, float32 [N, D] on the CPU, of images as torch-fidelity scales them.
 
     Raises:
@@ -420,7 +422,7 @@ class Reference:
     name: str
     fingerprint: str
     statistics: dict[str, np.ndarray] | None = None
-    images: Dataset | None = None
+    images: Images | None = None
     spatial: dict[str, np.ndarray] | None = None
 
 
@@ -537,7 +539,7 @@ class Extracted(NamedTuple):
 
 
 def extract(
-    images: Dataset | Path, *, space: str, weights: Path | None = None, device: torch.device | str = "auto"
+    images: Images | Path, *, space: str, weights: Path | None = None, device: torch.device | str = "auto"
 ) -> Extracted:
     """What a space's network gives for images: a data set of uint8 [3, H, W], or a folder or an .npz of images.
 
@@ -576,7 +578,7 @@ def extract(
 
 @torch.inference_mode()
 def run_over(
-    images: Dataset | Path,
+    images: Images | Path,
     network: Callable[[Tensor], tuple[Tensor, ...]],
     device: torch.device,
     about: Mapping[str, str] | None = None,
@@ -616,7 +618,7 @@ def _outputs(batch: Tensor, network: Callable[[Tensor], tuple[Tensor, ...]], pat
     return outputs
 
 
-def features(images: Dataset | Path, **how: Any) -> Tensor:
+def features(images: Images | Path, **how: Any) -> Tensor:
     """The features of `extract`, with its arguments."""
     return extract(images, **how).features
 
@@ -644,7 +646,7 @@ def check(
         _check_reference(reference, blank, extracted, space)
 
 
-def _check_reference(reference: Reference, images: Dataset, extracted: Extracted, space: str) -> None:
+def _check_reference(reference: Reference, images: Images, extracted: Extracted, space: str) -> None:
     """Raises ValueError if a reference has images of another size, or statistics of another number of features."""
     if reference.images is not None:
         _, height, width = reference.images[0].shape
@@ -671,7 +673,7 @@ def _missing(
     space: str,
     num: int,
     reference: Reference | None,
-    labels: Sequence[int] | None,
+    labels: Any,
     clip: Path | None,
     dinov2: Path | None,
 ) -> dict[str, str]:
@@ -717,7 +719,7 @@ def _missing(
 
 
 def scores_of(
-    images: Dataset | Path,
+    images: Images | Path,
     *,
     space: str,
     weights: Path | None = None,
@@ -748,7 +750,7 @@ def scores_of(
     if labels is not None and len(labels) != len(images):
         raise ValueError(f"{len(images)} images and {len(labels)} labels: give one label for each image")
     missing = _missing(space, len(images), reference, labels, clip, dinov2)
-    how = {"space": space, "weights": weights, "device": device}
+    how: dict[str, Any] = {"space": space, "weights": weights, "device": device}
     extracted = extracted or extract(images, **how)
     if reference is not None:
         _check_reference(reference, images, extracted, space)
@@ -760,7 +762,7 @@ def scores_of(
     return scores, missing
 
 
-def measure(images: Dataset | Path, **how: Any) -> dict:
+def measure(images: Images | Path, **how: Any) -> dict:
     """The scores of images as plain values; arguments and errors as of `scores_of`.
 
     Returns:
@@ -787,13 +789,13 @@ def _of_reference(reference: Reference | None, missing: Mapping[str, str], how: 
 
 
 def _of_networks(
-    images: Dataset,
-    reference: Reference,
+    images: Images,
+    reference: Any,
     extracted: Extracted,
     theirs: Extracted,
     missing: Mapping[str, str],
     clip: Path | None,
-    dinov2: Path | None,
+    dinov2: Any,
     device: torch.device | str,
     part: Tensor | None,
 ) -> dict[str, Score]:
@@ -814,10 +816,10 @@ def _of_networks(
 def of_features(
     extracted: Extracted,
     names: Collection[str],
-    reference: Reference | None,
+    reference: Any,
     labels: Sequence[int] | None,
     part: Tensor | None,
-    theirs: Extracted | None = None,
+    theirs: Any = None,
 ) -> dict[str, Score]:
     """The scores in `names` that need no other network, by name.
 
@@ -825,6 +827,7 @@ def of_features(
         part: of each image, see `parts_of`. theirs: of the reference's images; without it, the scores in `OF_FEATURES`.
     """
     scores = {}
+    spatial: Any
     ours, logits, spatial = extracted
     if "fid" in names:
         scores["fid"] = frechet(ours, reference.statistics or statistics_of(theirs.features), part)
@@ -850,7 +853,7 @@ def told(scores: Mapping[str, Score], num: int) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name in PANEL:
         values |= dict.fromkeys((name, f"{name}_ci95", f"{name}_resolution", f"{name}_needed"))
-        score = scores.get(name)
+        score: Any = scores.get(name)
         if score is None:
             continue
         values[name] = score.value

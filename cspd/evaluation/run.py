@@ -11,17 +11,17 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from cspd.engine import Engine
-from cspd.evaluation.images import GRID, LIST, Subject, asking_for, subject_of
+from cspd.evaluation.images import GRID, LIST, Images, Subject, asking_for, subject_of
 from cspd.files import Place, Remote, checked_json, publishing, read_item, write_item
 from cspd.method import method_of
 from cspd.plots import grid
@@ -35,7 +35,8 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # that torchrun sets
 REMEDY = f"torchrun sets {', '.join(VARIABLES)}; unset them to use one process"
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True)
+class Part:
     """The shards that a process makes: number `index`, and every `count`-th after it."""
 
     index: int = 0
@@ -101,7 +102,7 @@ SHAPE = {  # of the manifest; "seeds" if they do not follow the first one
 }
 
 
-class Shards(Dataset):
+class Shards(Images):
     """The folder of a run of `num` images; as a data set, its images, uint8 [3, H, W].
 
     A shard is an .npz of `images` uint8 [n, H, W, 3], `labels` [n], int64 or prompts, `seeds` int64 [n], and as JSON
@@ -213,7 +214,7 @@ class Shards(Dataset):
 
         Both are None for VQ models, and if a shard of an older version lacks them.
         """
-        sizes = [stats.get("largest_token") for stats in self.stats()]
+        sizes: list[Any] = [stats.get("largest_token") for stats in self.stats()]
         if None in sizes:
             return {"largest_token": None, "exploded": None}
         exploded = [size for size in sizes if size >= EXPLODED]
@@ -285,7 +286,8 @@ def run_in(folder: Place) -> Shards:
 
 def arrays_of(outputs: Sequence[Output]) -> dict[str, np.ndarray]:
     """The arrays of a shard of these images."""
-    images = [to_uint8(output.image).permute(1, 2, 0).numpy() for output in outputs]
+    made: list[Any] = [output.image for output in outputs]
+    images = [to_uint8(image).permute(1, 2, 0).numpy() for image in made]
     stats = [_stats_of(output) for output in outputs]
     subjects = [subject_of(output.request) for output in outputs]
     return {
@@ -479,9 +481,9 @@ def write_list(folder: Place, images: Iterable[dict]) -> None:
             file.write(json.dumps(entry) + "\n")
 
 
-def write_grid(folder: Place, images: Dataset, subjects: Sequence[Subject] | None) -> None:
+def write_grid(folder: Place, images: Images, subjects: Sequence[Subject] | None) -> None:
     """Writes the first images with their classes or prompts. Raises OSError as `publishing`."""
-    count = min(SHOWN, len(images))  # type: ignore[arg-type]
+    count = min(SHOWN, len(images))
     shown = [to_pil(images[i]) for i in range(count)]
     captions = list(map(str, subjects[:SHOWN])) if subjects else [""] * count
     write_png(folder / GRID, grid(shown, captions, min(COLUMNS, count)))

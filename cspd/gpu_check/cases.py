@@ -391,7 +391,8 @@ def draws(device: torch.device) -> Tensor:
 
 def _inputs(device: torch.device) -> tuple[Head, Tensor, Tensor, Tensor]:
     """The bundled model's head; conditions z [2, 3, D]; scales or temperatures [3, 1]; seeds or positions [3]."""
-    head = bundled("MAR", 1, device).runner.target.head
+    runner: Any = bundled("MAR", 1, device).runner
+    head = runner.target.head
     z = torch.randn(2, 3, head.cond_embed.in_features, generator=torch.Generator().manual_seed(0))
     return head, z.to(device), torch.ones(3, 1, device=device), torch.arange(3, device=device)
 
@@ -477,8 +478,8 @@ def _two_samples(settings: Settings, family: str, name: str, common: dict, own: 
         for i in range(num):
             label = i % engine.runner.num_classes
             asked.append(Request(label, seed=first_seed + i, method=method, family=family, **options))
-        outputs = engine.generate(asked)
-        return torch.stack([output.image for output in outputs]).flatten(1).float()
+        made: list[Any] = [output.image for output in engine.generate(asked)]
+        return torch.stack(made).flatten(1).float()
 
     baseline = images("ar", 0, common)
     p = energy_test(baseline, images(name, num, common | own))
@@ -630,7 +631,7 @@ def _vq_time(settings: Settings, size: str, batch: int, name: str) -> dict[str, 
     noise: Any = philox_noise if per_round is None else tokens_a_round(per_round)
     engine = engine_of(settings, models, batch, VQ_PRECISION, mode, noise)
     # only with this coupling uniform draws decide whether a draft of eagle2 is accepted, and only they are replayed
-    own = {"coupling": "maximal"} if name == "eagle2" else {}
+    own: dict[str, Any] = {"coupling": "maximal"} if name == "eagle2" else {}
     request = engine.resolve(Request(0, method=name, family="VQ", **own))
     timing = timed_rounds(engine, request, settings.scale.rounds)
     begins = starts(request, engine.runner.seq_len, timing.committed)
@@ -667,7 +668,7 @@ def _round(settings: Settings, family: str, name: str, mode: str) -> dict[str, A
         return {"skipped": "all images were finished before a round could be watched"}
     launched = profiled(engine.device, batch.round)
     found: dict[str, Any] = {
-        "kernels": sum(kernel.count for kernel in launched),
+        "kernels": sum(kernel.runs for kernel in launched),
         "kernel_us": sum(kernel.microseconds for kernel in launched),
         "top": [kernel._asdict() for kernel in launched[:TOP]],
     }

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ def head_calls(calls: np.ndarray, device: torch.device) -> types.SimpleNamespace
     """Noise with which chains take the head calls of a calibration: `calls`, int [N], of one window."""
     pool = torch.as_tensor(calls, dtype=torch.int64, device=device)
 
-    def chain(seed: Tensor, position: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor]:
+    def chain(seed: Tensor, position: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
         x, eps_t, uniform = noise.chain(seed, position, *others)
         num_steps = uniform.shape[1]
         # The first call is ancestral. The others divide the steps after it evenly; each but the last one ends in a
@@ -267,7 +267,7 @@ class Kernel(NamedTuple):
     """A kernel, or on a CPU an operator: how often it ran, and the time of all runs."""
 
     name: str
-    count: int
+    runs: int
     microseconds: float
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from mar.checkpoint import MARS
 from mar.model import MARConfig
 
 STEPS = 100  # T: the bundled model's, so that its calibrations fit
-MODES = {  # how an engine runs its rounds
+MODES: dict[str, dict[str, Any]] = {  # how an engine runs its rounds
     "eager": {"compiled": False, "graphs": False},
     "graphs": {"compiled": False, "graphs": True},
     "compiled": {"compiled": True, "graphs": False},

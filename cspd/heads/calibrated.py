@@ -8,7 +8,7 @@ import math
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 import numpy as np
 import torch
@@ -80,7 +80,9 @@ class Predictor:
         check_arrays("a predictor", vars(self), wanted)
 
 
-def fit_predictor(seen: tuple[Tensor, ...], held_out: tuple[Tensor, ...], s: Schedule, temperature: float) -> Predictor:
+def fit_predictor(
+    seen: tuple[Tensor, Tensor, Tensor], held_out: tuple[Tensor, Tensor, Tensor], s: Schedule, temperature: float
+) -> Predictor:
     """Fits the prediction of every step from every earlier one, and measures its cost on held-out chains.
 
     Args:
@@ -352,6 +354,7 @@ def weighted(weights: Tensor, sources: Tensor) -> Tensor:
     return (weights[:, None, None] * sources).sum(0)
 
 
+@final
 class Audit:
     """Measures KL(q || p) in nats, where q is the path distribution of `sample` and p the full chain's.
 
@@ -542,12 +545,12 @@ def fit_shortcut(
     return Shortcut(
         steps=np.array(steps, np.int16),
         corrections=corrections,
-        difference=np.float32([difference]),
+        difference=np.array([difference], np.float32),
         # the error of a square root (delta method)
-        difference_error=np.float32([squared_error / (2 * difference) if difference else 0.0]),
+        difference_error=np.array([squared_error / (2 * difference) if difference else 0.0], np.float32),
         difference_worst=worst.cpu().numpy(),
-        divergence=np.float32([divergence]),
-        divergence_error=np.float32([divergence_error]),
+        divergence=np.array([divergence], np.float32),
+        divergence_error=np.array([divergence_error], np.float32),
     )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-import types
 from collections import deque
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -69,7 +69,7 @@ class Finished:
         log_sigma: [N], if traced, log sigma_p summed over channels and steps T - 1 .. 1. log_sigma_last: [N, d], at 0.
     """
 
-    owners: list[Hashable]
+    owners: list
     row: Tensor
     tokens: Tensor
     record: Tensor
@@ -151,7 +151,7 @@ class Chains:
         s: Schedule,
         table: Tensor,
         precision: Precision,
-        noise: types.ModuleType,
+        noise: Any,
         *,
         graphs: Graphs | None = None,
         trace_sigma: bool = False,
@@ -171,7 +171,7 @@ class Chains:
         self._graphs = graphs or Graphs(self.device, enabled=False)
         self.passes = PASSES if self._graphs.enabled else 1
         self._late = self._graphs.enabled or self.device.type == "cuda"  # reports are read a launch late
-        self._slots: Slots | None = None
+        self._slots = cast(Slots, None)  # until the first chains start
         self._chains: list[_Chain] = []  # running
         self._rows: Tensor | None = None  # their padded slots on the device; None after a chain joined or left
         self._launches = 0

@@ -8,7 +8,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ class Costs:
         if (np.diff(lists[[0, 3]]) <= 0).any():
             raise ValueError("the sizes that were timed do not increase")
 
-    def head_seconds(self, num_steps: int, rows: float, window: int, calls: np.ndarray | None = None) -> float:
+    def head_seconds(self, num_steps: int, rows: float, window: int, calls: Any = None) -> float:
         """Predicted seconds of the chains of `rows` tokens in one batch; window 0 is ancestral.
 
         Args:
@@ -148,7 +148,7 @@ class _AcceptAll:
     """Noise whose uniform draws accept every drafted state, so that all timed passes do the same work."""
 
     @staticmethod
-    def chain(*args: object) -> tuple[Tensor, ...]:
+    def chain(*args: Any) -> tuple[Tensor, ...]:
         x, eps_t, uniform = noise.chain(*args)
         return x, eps_t, torch.zeros_like(uniform)
 
@@ -169,11 +169,12 @@ def measure(
     """
     num_branches, generator = 2 if guided else 1, torch.Generator().manual_seed(0)
     s = head.schedule(STEPS)
-    table = draft_table(*frozen(s, WINDOW), s, WINDOW, 1.0)
-    table = send({"table": table}, device)["table"]
+    made = draft_table(*frozen(s, WINDOW), s, WINDOW, 1.0)
+    table = send({"table": made}, device)["table"]
     runner = Graphs(device, graphs)
-    measured = {"ancestral": [], "start": [], "round": []}
-    rows, limit = [], table_size(head, num_branches, precision)
+    measured: dict[str, list[float]] = {"ancestral": [], "start": [], "round": []}
+    rows: list[int] = []
+    limit = table_size(head, num_branches, precision)
     for size in tqdm(ROWS, desc="timing this device", unit=" size", leave=False, delay=0.5, disable=None):
         if rows and size * STEPS > limit:
             break
@@ -204,7 +205,7 @@ def _time_one_size(chains: Chains, z: Tensor, graphs: Graphs, compiled: bool) ->
         chains.clear()
         chains.start(range(size), position, seed, position, z, ones, ones)
 
-    times = {"ancestral": [], "start": [], "round": []}
+    times: dict[str, list[float]] = {"ancestral": [], "start": [], "round": []}
     begun = time.perf_counter()
     for repeat in range(REPEATS):
         if repeat > 1 and time.perf_counter() - begun > ENOUGH:
@@ -281,7 +282,7 @@ class Tuning(DraftChooser):
             )
         return self._costs[guided]
 
-    def _kind(self, request: Request, num_slots: int) -> Hashable:
+    def _kind(self, request: Request, num_slots: int) -> tuple:
         return *super()._kind(request, num_slots), request.num_generated(self.target.config.seq_len)
 
     def _choose(self, request: Request, num_slots: int) -> Choice:
@@ -320,7 +321,7 @@ class Calibrations:
         self._plans: dict[tuple, Plan] = {}
         self._segments: dict[str, list[Segment]] = {}
         self._traces: tuple[dict, dict[str, Trace]] = {}, {}  # the last settings, and their traces
-        self._advance = no_advance  # the progress bar of the fit that is running
+        self._advance: Callable[[float], None] = no_advance  # the progress bar of the fit that is running
 
     @contextlib.contextmanager
     def fitting(self, request: Request, *kinds: type) -> Iterator[None]:
@@ -428,10 +429,10 @@ class Calibrations:
     def _fit_shortcut(self, request: Request) -> Shortcut:
         with self.fitting(request, Predictor, Shortcut):
             predictor, steps = self.predictor(request), self.plan(request, request.head_calls).steps
-            traces = [self._trace(request, part).finite().to(self.device) for part in PARTS]
+            seen, choosing, reported = (self._trace(request, part).finite().to(self.device) for part in PARTS)
             advance = lambda share: self._advance(share * WORK[Shortcut])  # noqa: E731
-            own = self._schedule(request), predictor, steps
-            return fit_shortcut(self.model.head, *traces, *own, request.null_every, self.precision, advance)
+            own = seen, choosing, reported, self._schedule(request), predictor, steps
+            return fit_shortcut(self.model.head, *own, request.null_every, self.precision, advance)
 
     def _schedule(self, request: Request) -> Schedule:
         """The chain of a request's tokens."""

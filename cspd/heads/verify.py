@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -240,7 +240,7 @@ class Slots:
         self.first_progress[LEFT].fill_(num_steps - 1)
         self.first_record[-1].fill_(1)
         self.key = object()
-        self._table: Table | None = None
+        self._table = cast(Table, None)  # until modulations are written
         self.clear()
 
     def clear(self) -> None:
@@ -446,7 +446,7 @@ class Moved(NamedTuple):
             go on. Then it is UNRESOLVED, and SEARCHING after the first block of candidates was rejected.
         step_index: int64 [R], the step at which the pass began, in the flat list of all slots' steps.
         record: int64 [R], the value of `speculative.Finished.record` there; 0 for a chain that stood still.
-        log_sigma: [R], if traced, log sigma_p summed over channels and the decided steps except step 0.
+        log_sigma: [R], if traced, log sigma_p summed over channels and the decided steps except step 0; or None.
     """
 
     state: Tensor
@@ -454,7 +454,7 @@ class Moved(NamedTuple):
     phase: Tensor
     step_index: Tensor
     record: Tensor
-    log_sigma: Tensor | None
+    log_sigma: Any
 
 
 def draft(columns: Columns, state: Tensor, eps_t: Tensor) -> tuple[Tensor, Gaussian]:

@@ -49,10 +49,10 @@ class Backbone:
 BACKBONES: dict[str, Backbone] = {"full": Backbone(full_conditions)}  # by name
 
 
-def backbone(name: str, **attributes: Any) -> Callable[[Conditions], Conditions]:
+def backbone(name: str, **attributes: Any) -> Callable[[Callable], Callable]:
     """Registers a function as a backbone under a name; attributes as in `Backbone`."""
 
-    def named(conditions: Conditions) -> Conditions:
+    def named(conditions: Callable[..., Tensor]) -> Callable[..., Tensor]:
         BACKBONES[name] = Backbone(conditions, **attributes)
         return conditions
 
@@ -608,8 +608,8 @@ def _lazy_batch(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
 def _lazy_slots(runner: MARRunner, caches: Caches, most: Counts, select: str | None, numbers: Tensor) -> Tensor:
     """z [G, B, M, D] of the next tokens, by `lazy`; numbers: int64 [5, B], slots and the four counts."""
     num_branches = caches.num_branches
-    slots, *counts = numbers
-    counts = torch.stack(counts, dim=1).repeat(num_branches, 1)
+    slots, *each = numbers
+    counts = torch.stack(each, dim=1).repeat(num_branches, 1)
     tokens, order, embedding = runner.inputs("target", slots, num_branches)
     model = runner.precision.prepare(runner.target)
     with runner.precision.fast():
@@ -623,7 +623,12 @@ def _lazy_slots(runner: MARRunner, caches: Caches, most: Counts, select: str | N
     return _conditions(runner, x, positions)
 
 
-EVALUATIONS = {"full": MARRunner.conditions, "refresh": _refresh_batch, "lazy": _lazy_batch}  # by `kind`
+# by `kind`
+EVALUATIONS: dict[str, Callable[..., Tensor]] = {
+    "full": MARRunner.conditions,
+    "refresh": _refresh_batch,
+    "lazy": _lazy_batch,
+}
 
 
 def _caches(runner: MARRunner, batch: list[Sequence]) -> Caches:
