@@ -40,7 +40,6 @@ from cspd.evaluation.scores import (
     holm,
     standard_error,
     statistics_of,
-    two_sided,
 )
 from cspd.method import guarantee_of
 from cspd.request import Request
@@ -416,8 +415,7 @@ def _add_verdicts(
                 continue
             changed = change(own[name], scores[base][name], same_seeds is not None)
             row[f"{name}_change"] = changed.difference
-            if changed.error is not None:
-                p_values[-1] = two_sided(*changed)
+            p_values[-1] = changed.p_value
         for row, corrected in zip(rows, holm(p_values)):
             row[f"{name}_change_holm"] = corrected
         titles[f"{name}_change"] = NAMES[name]

@@ -387,6 +387,18 @@ class Change(NamedTuple):
     error: float | None = None
     degrees: int | None = None
 
+    @property
+    def p_value(self) -> float | None:
+        """That of no difference: by Student's t, two-sided.
+
+        Few parts estimate the error badly: the normal distribution would find a difference too often.
+        """
+        if self.error is None or self.degrees is None:
+            return None
+        if self.error == 0:
+            return 1.0 if self.difference == 0 else 0.0
+        return student(self.difference / self.error, self.degrees)
+
 
 def change(score: Score, base: Score, same_seeds: bool) -> Change:
     """How a score differs from another one.
@@ -405,16 +417,6 @@ def change(score: Score, base: Score, same_seeds: bool) -> Change:
     spread = sum(standard_error(parts) ** 4 / (len(parts) - 1) for parts in (own, others))
     degrees = math.floor(error**4 / spread + 1e-9) if spread else len(own) + len(others) - 2
     return Change(difference, error, degrees)
-
-
-def two_sided(difference: float, error: float, degrees: int) -> float:
-    """The p-value of a difference with this standard error, if there is none: by Student's t, two-sided.
-
-    Few parts estimate the error badly: the normal distribution would find a difference too often.
-    """
-    if error == 0:
-        return 1.0 if difference == 0 else 0.0
-    return student(difference / error, degrees)
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:

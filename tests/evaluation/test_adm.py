@@ -201,7 +201,7 @@ def test_a_resolution_is_the_smallest_difference_that_is_shown():
     score = scores.Score(2.0, np.array([1.0, 3.0, 2.0, 2.0]))
     other = scores.Score(2.0 + score.resolution, score.parts + score.resolution)
     change = scores.change(other, score, same_seeds=False)
-    assert change.degrees == 6 and scores.two_sided(*change) == pytest.approx(0.05)
+    assert change.degrees == 6 and change.p_value == pytest.approx(0.05)
     assert scores.change(other, score, same_seeds=True)[1] == 0
     values = metrics.told({"fid": score}, 100)
     assert values["fid_needed"] == np.ceil(100 * (score.resolution / 0.1) ** 2) and values["kid_needed"] is None
@@ -218,7 +218,7 @@ def test_few_parts_show_no_more_differences_than_chance():
         shown = []
         for _ in range(2000):
             one, other = (scores.Score(parts.mean(), parts) for parts in generator.normal(size=(2, 4)))
-            shown.append(scores.two_sided(*scores.change(one, other, same_seeds)) < 0.05)
+            shown.append(scores.change(one, other, same_seeds).p_value < 0.05)
         assert np.mean(shown) == pytest.approx(0.05, abs=0.015)
     parts = np.array([1.0, 2.0, 4.0, 5.0])
     low, high = metrics.told({"kid": scores.Score(3.0, parts)}, 40)["kid_ci95"]
