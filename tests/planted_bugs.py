@@ -559,8 +559,8 @@ BUGS = [
     Bug(
         "a resolution of one set of images only",
         "cspd/evaluation/scores.py",
-        "NORMAL * math.sqrt(2) * self.error",
-        "NORMAL * self.error",
+        "math.sqrt(2) * standard_error(self.parts)",
+        "standard_error(self.parts)",
         "evaluation/test_adm.py",
     ),
     Bug(
