@@ -402,6 +402,27 @@ BUGS = [
         "discrete/test_laws.py",
     ),
     Bug(
+        "a sample of a trace is every n-th token",
+        "cspd/heads/calibration.py",
+        "which = torch.randperm(len(self.seed), generator=torch.Generator().manual_seed(0))[:num].sort().values",
+        "which = torch.arange(0, len(self.seed), max(1, len(self.seed) // num))",
+        "heads/test_calibrated.py::test_some_tokens_are_of_all_images",
+    ),
+    Bug(
+        "parts of a comparison are not balanced",
+        "cspd/comparison/compare.py",
+        "cycle=cycle_of(of_images)",
+        "cycle=cycle_of(subjects)",
+        "comparison/test_compare.py::test_features_are_taken_once",
+    ),
+    Bug(
+        "a request whose budget chose the exact rule keeps the rule's parameter",
+        "cspd/discrete/drafts.py",
+        "chosen = dict.fromkeys(option.name for option in PARAMETERS[request.rule]) | chosen",
+        "pass",
+        "discrete/test_budget.py::test_what_a_budget_chose_can_be_asked_for_again",
+    ),
+    Bug(
         "an audit counts one of the verified codes",
         "cspd/discrete/prices.py",
         "num_tried * divergence(C, P)",
@@ -538,8 +559,8 @@ BUGS = [
     Bug(
         "a resolution of one set of images only",
         "cspd/evaluation/scores.py",
-        "NORMAL * math.sqrt(2) * self.error",
-        "NORMAL * self.error",
+        "math.sqrt(2) * standard_error(self.parts)",
+        "standard_error(self.parts)",
         "evaluation/test_adm.py",
     ),
     Bug(

@@ -368,13 +368,12 @@ def run_evaluate(args: argparse.Namespace) -> None:
             _report(args, shards, shards.subjects(), how, about)
 
 
-SMALL = {"MAR": "emoji64", "VQ": "digits32_vq"}  # bundled models that take the settings of the official ones
+SMALL = {"MAR": "emoji64", "VQ": "digits32_vq", "causal": "emoji64_sphere"}  # they take the settings of official models
 
 
 def _check_family(args: argparse.Namespace, family: str) -> None:
     """Raises ValueError for settings that models of this family refuse, without their weights."""
-    if family in SMALL:
-        load(SMALL[family], device="cpu", max_batch=1).check(request_of(args, 0, args.seed))
+    load(SMALL[family], device="cpu", max_batch=1).check(request_of(args, 0, args.seed))
 
 
 def _measure_folder(args: argparse.Namespace) -> None:

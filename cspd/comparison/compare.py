@@ -40,7 +40,6 @@ from cspd.evaluation.scores import (
     holm,
     standard_error,
     statistics_of,
-    two_sided,
 )
 from cspd.method import guarantee_of
 from cspd.request import Request
@@ -367,7 +366,8 @@ def _add_quality(
     if reference is not None:
         reference = _with_statistics(reference, how)
     subjects = report["labels"]
-    labels: list[Any] | None = None if are_texts(subjects) else in_turn(subjects, report["images"])
+    of_images: list[Any] = in_turn(subjects, report["images"])
+    labels = None if are_texts(subjects) else of_images
     # features are extracted once, and serve all scores, intervals and tests
     features, scores = [], []
     pairs = list(zip(report["rows"], images))
@@ -375,7 +375,7 @@ def _add_quality(
         data = _image_list(row_images)
         extracted = metrics.extract(data, **how)
         own, reasons = metrics.scores_of(
-            data, reference=reference, labels=labels, cycle=cycle_of(subjects), extracted=extracted, **how
+            data, reference=reference, labels=labels, cycle=cycle_of(of_images), extracted=extracted, **how
         )
         values = metrics.told(own, len(row_images))
         for name in QUALITIES:
@@ -413,9 +413,9 @@ def _add_verdicts(
             p_values.append(None)
             if base is None or name not in own or name not in scores[base]:
                 continue
-            row[f"{name}_change"], error = change(own[name], scores[base][name], same_seeds is not None)
-            if error is not None:
-                p_values[-1] = two_sided(row[f"{name}_change"], error)
+            changed = change(own[name], scores[base][name], same_seeds is not None)
+            row[f"{name}_change"] = changed.difference
+            p_values[-1] = changed.p_value
         for row, corrected in zip(rows, holm(p_values)):
             row[f"{name}_change_holm"] = corrected
         titles[f"{name}_change"] = NAMES[name]

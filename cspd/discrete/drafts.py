@@ -20,6 +20,7 @@ from cspd.discrete.prices import Verification, audited, num_draws
 from cspd.discrete.rules import (
     DIALS,
     MIXED,
+    PARAMETERS,
     Rule,
     coupling_option,
     draw_siblings,
@@ -32,7 +33,7 @@ from cspd.discrete.rules import (
 )
 from cspd.discrete.runner import VQRunner
 from cspd.discrete.trees import Draws, Shape, Verified, chain_shape, follow, grown, walk
-from cspd.method import Method
+from cspd.method import Method, find
 from cspd.noise import MAX_INDEX, Purpose, check_indices
 from cspd.option import Option, check_integer
 from cspd.request import Request, RoundStats, Sequence, Stopwatch
@@ -410,8 +411,24 @@ def check_rule(request: Request, runner: VQRunner) -> None:
 
 
 def by_budget(request: Request, runner: VQRunner) -> Request:
-    """The request with the parameter of its rule that its budget allows, or with the exact rule."""
-    return request if request.budget is None else request.but(**runner.tuning.dial(request))
+    """The request with the parameter of its rule that its budget allows, or with the exact rule.
+
+    Raises:
+        ValueError: another value of this parameter is given.
+    """
+    if request.budget is None or request.rule == "exact":
+        return request
+    name, _ = DIALS[request.rule]
+    method = find(str(request.method), "VQ")
+    chosen, given = runner.tuning.dial(request), getattr(request, name)
+    default = getattr(method.fill(request.but(**{name: None})), name)
+    if given not in (default, chosen.get(name)):
+        raise ValueError(f"budget={request.budget:g} chooses {name}: leave {name}={given:g} out, or budget")
+    if "rule" in chosen:  # the exact rule has none of these parameters
+        chosen = dict.fromkeys(option.name for option in PARAMETERS[request.rule]) | chosen
+        if method.fill(request.but(rule=None)).rule == "exact":  # see `rule_options`
+            chosen["budget"] = None
+    return request.but(**chosen)
 
 
 def explain(request: Request, runner: VQRunner) -> str | None:

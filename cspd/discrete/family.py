@@ -21,7 +21,7 @@ from cspd.discrete.drafts import DRAFTS, check_model, drafting, run_drafted_roun
 from cspd.discrete.gpt import GPT, Eagle, GPTConfig, VQModel
 from cspd.discrete.jacobi import jacobi, run_jacobi_round
 from cspd.discrete.registry import HFConfig
-from cspd.discrete.rules import DIALS, MIXED
+from cspd.discrete.rules import DIALS, MIXED, rule_of
 from cspd.discrete.runner import VQRunner
 from cspd.discrete.text import TextEncoder
 from cspd.discrete.zipar import ZIPAR
@@ -508,6 +508,8 @@ class Tuning(DraftChooser):
         request = on_grid(request)
         method = find(str(request.method), "VQ")
         models = ["target", *sorted(method.uses(request))]
+        if rule_of(request).pools:  # its neighbours are those of the tokenizer's codebook
+            models.append("tokenizer")
         key = {
             "schema": PRICES_SCHEMA,
             "precision": self.precision.policy,

@@ -769,7 +769,9 @@ def rule_options(rule: str = "exact", **defaults: object) -> tuple[Option, ...]:
                 option = option.but(default=own, implied=False)
             options.append(option.but(only_with=("rule", (name,))))
     of_dials = f"{BUDGET.help}. Chooses delta, lam or group in their place"
-    return *options, BUDGET.but(help=of_dials, only_with=("rule", tuple(DIALS)))
+    # a budget may choose the exact rule: then the request has both, and must be valid
+    rules = tuple(DIALS) if rule == "exact" else (*DIALS, "exact")
+    return *options, BUDGET.but(help=of_dials, only_with=("rule", rules))
 
 
 # Neighbours in the codebook, for rules that pool the probability of near codes.

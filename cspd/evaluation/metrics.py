@@ -858,7 +858,7 @@ def told(scores: Mapping[str, Score], num: int) -> dict[str, Any]:
             continue
         values[name] = score.value
         if score.error is not None:
-            values[f"{name}_ci95"] = around(name, score.value, score.error)
+            values[f"{name}_ci95"] = around(name, score.value, score.error, len(score.parts) - 1)
             values[f"{name}_resolution"] = score.resolution
             wanted = WORTH_KNOWING * abs(score.value)
             if wanted > 0:  # the error falls with the root of the number of images

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,10 +38,13 @@ RANGES = {
 }
 
 
-def around(name: str, value: float, error: float) -> list[float]:
-    """The interval [low, high] of a value with a name in `RANGES`, from its standard error."""
+def around(name: str, value: float, error: float, degrees: int | None = None) -> list[float]:
+    """The interval [low, high] of a value with a name in `RANGES`, from its standard error.
+
+    `degrees`: of freedom of the error; None if there are so many that the value is normal.
+    """
     low, high = RANGES[name]
-    half = NORMAL * error
+    half = (NORMAL if degrees is None else student_limit(degrees)) * error
     return [min(max(end, low), high) for end in (value - half, value + half)]
 
 
@@ -59,6 +63,31 @@ def wilson(fraction: float, num: int) -> list[float]:
     low = min(fraction, max(0.0, centre - half))
     high = max(fraction, min(1.0, centre + half))
     return [low, high]
+
+
+def student(t: float, degrees: int) -> float:
+    """The chance that Student's t is farther from 0 than t: Abramowitz & Stegun, 26.7.3 and 26.7.4."""
+    angle = math.atan(abs(t) / math.sqrt(degrees))
+    is_odd = degrees % 2
+    term = math.cos(angle) if is_odd else 1.0
+    total = term if degrees > 1 else 0.0
+    for i in range(2 if is_odd else 1, degrees - 2, 2):
+        term *= i / (i + 1) * math.cos(angle) ** 2
+        total += term
+    within = math.sin(angle) * total
+    if is_odd:
+        within = (within + angle) * 2 / math.pi
+    return max(0.0, 1 - within)
+
+
+@functools.lru_cache
+def student_limit(degrees: int) -> float:
+    """Half of a 95 % interval, in standard errors of so many degrees of freedom: by bisection."""
+    low, high = NORMAL, 13.0  # of infinitely many, and above that of 1
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student(middle, degrees) > 0.05 else (low, middle)
+    return high
 
 
 # A score, and what each part of the images contributes to it. Parts are about independent, so their scatter gives the
@@ -92,7 +121,9 @@ class Score:
     @property
     def resolution(self) -> float | None:
         """The smallest difference of two such scores, of independent images, that is significant at 95 %."""
-        return None if self.error is None else NORMAL * math.sqrt(2) * self.error
+        if self.parts is None:
+            return None
+        return student_limit(2 * (len(self.parts) - 1)) * math.sqrt(2) * standard_error(self.parts)
 
 
 def standard_error(parts: np.ndarray) -> float:
@@ -346,25 +377,46 @@ def energy_test(x: Tensor, y: Tensor, permutations: int = 999, seed: int = 0) ->
     return (as_large / (permutations + 1)).item()
 
 
-def change(score: Score, base: Score, same_seeds: bool) -> tuple[float, float | None]:
-    """The difference of a score from another one's, and its standard error; None for too few images.
+class Change(NamedTuple):
+    """The difference of a score from another one's, its standard error and the error's degrees of freedom.
+
+    Both are None for too few images.
+    """
+
+    difference: float
+    error: float | None = None
+    degrees: int | None = None
+
+    @property
+    def p_value(self) -> float | None:
+        """That of no difference: by Student's t, two-sided.
+
+        Few parts estimate the error badly: the normal distribution would find a difference too often.
+        """
+        if self.error is None or self.degrees is None:
+            return None
+        if self.error == 0:
+            return 1.0 if self.difference == 0 else 0.0
+        return student(self.difference / self.error, self.degrees)
+
+
+def change(score: Score, base: Score, same_seeds: bool) -> Change:
+    """How a score differs from another one.
 
     Args:
         same_seeds: part i of both has the same seeds: what they share is no error of their difference.
     """
     difference = score.value - base.value
-    if score.parts is None or base.parts is None:
-        return difference, None
-    if same_seeds and len(score.parts) == len(base.parts):
-        return difference, standard_error(score.parts - base.parts)
-    return difference, math.hypot(standard_error(score.parts), standard_error(base.parts))
-
-
-def two_sided(difference: float, error: float) -> float:
-    """The p-value of a difference with this standard error, if there is none: normal, two-sided."""
-    if error == 0:
-        return 1.0 if difference == 0 else 0.0
-    return 2 * NormalDist().cdf(-abs(difference) / error)
+    own, others = score.parts, base.parts
+    if own is None or others is None:
+        return Change(difference)
+    if same_seeds and len(own) == len(others):
+        return Change(difference, standard_error(own - others), len(own) - 1)
+    # independent: Welch (1947)
+    error = math.hypot(standard_error(own), standard_error(others))
+    spread = sum(standard_error(parts) ** 4 / (len(parts) - 1) for parts in (own, others))
+    degrees = math.floor(error**4 / spread + 1e-9) if spread else len(own) + len(others) - 2
+    return Change(difference, error, degrees)
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:

@@ -270,9 +270,9 @@ class Trace(NamedTuple):
         return Trace(*(_of_tokens(values, which) for values in self))
 
     def some(self, num: int) -> Trace:
-        """About `num` of the tokens, evenly from all iterations and images."""
-        step = max(1, len(self.seed) // num)
-        which = torch.arange(0, len(self.seed), step, device=self.seed.device)
+        """At most `num` of the tokens, at random: every n-th one would always be of the same few images."""
+        which = torch.randperm(len(self.seed), generator=torch.Generator().manual_seed(0))[:num].sort().values
+        which = which.to(self.seed.device)
         return Trace(*(_of_tokens(values, which) for values in self))
 
 

@@ -466,7 +466,7 @@ def resolve(request: Request, runner: MARRunner) -> Request:
 
 
 def check(request: Request, runner: MARRunner) -> None:
-    """Raises ValueError unless `refreshes` lists iterations, 0 among them."""
+    """Raises ValueError unless `refreshes` lists rounds of the request, 0 first."""
     if request.refreshes is None:
         return
     try:
@@ -475,6 +475,9 @@ def check(request: Request, runner: MARRunner) -> None:
         raise ValueError(f"refreshes: {error}") from None
     if iterations[0] != 0:
         raise ValueError(f"refreshes={request.refreshes!r} must begin with 0: there is no cache before it")
+    last = num_rounds(request) - 1
+    if max(iterations) > last:
+        raise ValueError(f"refreshes={request.refreshes!r} must end at {last} or before, the last round")
 
 
 @functools.lru_cache(maxsize=1024)

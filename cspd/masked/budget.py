@@ -750,26 +750,39 @@ def resolve(request: Request, runner: MARRunner) -> Request:
 
 
 def check(request: Request, runner: MARRunner) -> None:
-    """Raises ValueError if prices have no meaning for the request's settings, or only one axis is given."""
+    """Raises ValueError if prices have no meaning for the request's settings, or these contradict its budget."""
     if request.budget and request.temperature == 0:
         raise ValueError(f"budget={request.budget} needs temperature > 0: without noise nothing diverges")
     if (request.backbone is None) != (request.denoiser is None):
         raise ValueError("budget chooses both backbone and denoiser: give neither, or both")
+    if request.backbone is None and request.rounds is not None:
+        raise ValueError(
+            f"budget chooses rounds too: leave rounds={request.rounds!r} out, or give backbone and denoiser"
+        )
+    if request.budget == 0 and request.backbone is not None and not is_exact(request):
+        raise ValueError(
+            "budget=0 is exact, and these backbone, denoiser and rounds are not: leave them out, or budget"
+        )
 
 
 # The audit of a run: a share of its own images is replayed, exactly and by the run's plan.
 
 
 class Found(NamedTuple):
-    """What an audit found. difference: r.m.s. of the tokens from exact ones of the same noise, in standard deviations
-    of a token's channels."""
+    """What an audit found of N tokens.
 
-    price: Price
-    difference: float
+    Attributes:
+        nats: [N], divergences. image: int64 [N], the images' seeds. squares: [N], the mean over a token's channels of
+            its square difference from an exact one of the same noise.
+    """
+
+    nats: Tensor
+    image: Tensor
+    squares: Tensor
 
 
 def audit(exact: Replay, own: Replay, of_run: Callable[[Trace, Tensor], Tensor], iterations: Several[int]) -> Found:
-    """The price of what a run did, at the tokens of some iterations of finished images.
+    """The divergences of what a run did, at the tokens of some iterations of finished images.
 
     Args:
         exact, own: replays of the images, without joined rounds and with the run's settings. of_run: maps (exact
@@ -778,9 +791,8 @@ def audit(exact: Replay, own: Replay, of_run: Callable[[Trace, Tensor], Tensor],
     runner = exact.runner
     chains = joined(exact.chains(iterations)).to(runner.device)
     tokens = torch.cat([runner.tokens[rows.slot, rows.position] for rows in map(exact.rows, iterations)])
-    error, variance = (tokens - chains.tokens).square().mean(), runner.tokens.flatten(0, 1).var(0).mean()
     z = conditions_of(own, iterations)
-    return Found(price_of(of_run(chains, z), chains.seed), (error / variance).sqrt().item())
+    return Found(of_run(chains, z), chains.seed, (tokens - chains.tokens).square().mean(1))
 
 
 def conditions_of(own: Replay, iterations: Several[int]) -> Tensor:
@@ -824,15 +836,24 @@ def audit_images(runner: MARRunner, requests: Several[Request], tokens: Tensor, 
     request = requests[0]
     if is_exact(request):
         return {}
-    how = len(requests), runner.device, runner.precision
-    exact = Replay(MARRunner(runner.target, *how), [each.but(rounds=None) for each in requests], tokens)
-    own = Replay(MARRunner(runner.target, *how), requests, tokens)
-    chosen = np.random.default_rng(request.seed).permutation(exact.num_iter)
-    iterations = sorted(chosen[: max(1, round(share * exact.num_iter))].tolist())
-    calibrations = runner.tuning.calibrations["target"]
-    found = audit(exact, own, functools.partial(divergence_of, calibrations, request), iterations)
-    divergence, error = found.price
+    num_iter = request.num_iter
+    chosen = np.random.default_rng(request.seed).permutation(num_iter)
+    iterations = sorted(chosen[: max(1, round(share * num_iter))].tolist())
+    of_run = functools.partial(divergence_of, runner.tuning.calibrations["target"], request)
+
+    def replay(of: Several[Request], first: int) -> Replay:
+        model_runner = MARRunner(runner.target, len(of), runner.device, runner.precision)
+        return Replay(model_runner, of, tokens[first : first + len(of)])
+
+    parts = []
+    for first in range(0, len(requests), runner.num_slots):  # all images of a long run do not fit into memory
+        some = requests[first : first + runner.num_slots]
+        exact = replay([each.but(rounds=None) for each in some], first)
+        parts.append(audit(exact, replay(some, first), of_run, iterations))
+    found = Found(*map(torch.cat, zip(*parts)))
+    divergence, error = price_of(found.nats, found.image)
     measured = {"audit": divergence, "audit_error": error}
     if request.denoiser == "calibrated":  # other chains use their noise in another way
-        measured["audit_difference"] = found.difference
+        variance = tokens.flatten(0, 1).var(0).mean().item()
+        measured["audit_difference"] = (found.squares.mean().item() / variance) ** 0.5
     return measured

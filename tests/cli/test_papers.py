@@ -33,12 +33,17 @@ def test_the_four_tables_are_there():
 
 
 @pytest.mark.parametrize(
-    "wrong, named", [(["--num-iter", "300"], "MAR-B: num_iter"), (["--ref", "damaged.npz"], "damaged.npz")]
+    "paper, wrong, named",
+    [
+        ("mar", ["--num-iter", "300"], "MAR-B: num_iter"),
+        ("mar", ["--ref", "damaged.npz"], "damaged.npz"),
+        ("spherear", ["--gamma", "3"], "SphereAR-B: gamma"),
+    ],
 )
-def test_a_dry_run_finds_what_would_fail(wrong, named, tmp_path, capsys, monkeypatch):
+def test_a_dry_run_finds_what_would_fail(paper, wrong, named, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "damaged.npz").write_bytes(b"nothing")
-    assert main(["evaluate", "--like", "paper:mar", "--dry-run", *wrong]) == 2
+    assert main(["evaluate", "--like", f"paper:{paper}", "--dry-run", *wrong]) == 2
     assert named in capsys.readouterr().err
 
 

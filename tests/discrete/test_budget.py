@@ -63,9 +63,29 @@ def test_no_budget_is_the_exact_rule(engine):
     assert engine.resolve(Request(1, budget=0.0)).method == "uniform-rsd"
 
 
+@pytest.mark.parametrize("method", [*SETTINGS, "sd"])
+@pytest.mark.parametrize("budget", [0.0, 1e3])
+def test_what_a_budget_chose_can_be_asked_for_again(budget, method, engine):
+    settings = SETTINGS.get(method, {"rule": "lantern", "draft": "chain", "gamma": 2})
+    request = Request(1, seed=3, method=method, budget=budget, cfg=2.0, **settings)
+    first = engine.generate([request])[0]
+    again = engine.generate([first.request])[0]
+    assert torch.equal(first.tokens, again.tokens) and first.request == again.request
+
+
+def test_a_budget_and_the_parameter_that_it_chooses(engine):
+    with pytest.raises(ValueError, match=r"budget=0\.1 chooses delta: leave delta=3\.5 out"):
+        engine.resolve(Request(1, method="uniform-rsd", budget=0.1, delta=3.5))
+
+
 @pytest.mark.parametrize(
-    "settings", [{"budget": -1.0}, {"budget": 0.1, "temperature": 0.0}, {"budget": 0.1, "rule": "exact"}]
+    ("method", "settings"),
+    [
+        ("cool-sd", {"budget": -1.0}),
+        ("cool-sd", {"budget": 0.1, "temperature": 0.0}),
+        ("eagle", {"budget": 0.1}),
+    ],
 )
-def test_bad_budgets(settings, engine):
+def test_bad_budgets(method, settings, engine):
     with pytest.raises(ValueError, match="budget"):
-        engine.check(Request(1, method="cool-sd", **settings))
+        engine.check(Request(1, method=method, **settings))

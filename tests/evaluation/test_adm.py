@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from scipy import linalg
+from scipy import linalg, stats
 from torch.nn import functional
 
 from cspd.evaluation import metrics, scores
@@ -178,7 +178,7 @@ def test_errors_are_as_large_as_scores_vary(num):
         for name, score in one.items():
             values.setdefault(name, []).append(score.value)
             errors.setdefault(name, []).append(score.error)
-            difference, error = scores.change(other[name], score, same_seeds=True)
+            difference, error, _ = scores.change(other[name], score, same_seeds=True)
             differences.setdefault(name, []).append(difference)
             paired.setdefault(name, []).append(error)
     for name in values:
@@ -200,11 +200,29 @@ def test_a_resolution_is_the_smallest_difference_that_is_shown():
     """Two sets whose difference is just the resolution have p = 0.05; a few more images would do for half of it."""
     score = scores.Score(2.0, np.array([1.0, 3.0, 2.0, 2.0]))
     other = scores.Score(2.0 + score.resolution, score.parts + score.resolution)
-    difference, error = scores.change(other, score, same_seeds=False)
-    assert scores.two_sided(difference, error) == pytest.approx(0.05)
+    change = scores.change(other, score, same_seeds=False)
+    assert change.degrees == 6 and change.p_value == pytest.approx(0.05)
     assert scores.change(other, score, same_seeds=True)[1] == 0
     values = metrics.told({"fid": score}, 100)
     assert values["fid_needed"] == np.ceil(100 * (score.resolution / 0.1) ** 2) and values["kid_needed"] is None
+
+
+def test_few_parts_show_no_more_differences_than_chance():
+    """Four parts, as of four cycles through the classes: a normal distribution would find 14 % instead of 5 %."""
+    for degrees in (1, 2, 3, 4, 7, 24, 48):
+        for t in (0.0, 0.3, 2.0, -4.0):
+            assert scores.student(t, degrees) == pytest.approx(2 * stats.t.sf(abs(t), degrees), abs=1e-12)
+        assert scores.student_limit(degrees) == pytest.approx(stats.t.isf(0.025, degrees), rel=1e-6)
+    generator = np.random.default_rng(0)
+    for same_seeds in (True, False):
+        shown = []
+        for _ in range(2000):
+            one, other = (scores.Score(parts.mean(), parts) for parts in generator.normal(size=(2, 4)))
+            shown.append(scores.change(one, other, same_seeds).p_value < 0.05)
+        assert np.mean(shown) == pytest.approx(0.05, abs=0.015)
+    parts = np.array([1.0, 2.0, 4.0, 5.0])
+    low, high = metrics.told({"kid": scores.Score(3.0, parts)}, 40)["kid_ci95"]
+    assert [low, high] == pytest.approx(stats.t.interval(0.95, 3, 3.0, scores.standard_error(parts)))
 
 
 def test_holms_correction():

@@ -161,6 +161,16 @@ def test_more_calls_come_nearer_and_the_measured_values_hold_for_other_tokens(pr
         assert told["difference_worst_percent"] < told["difference_worst"] < 1.5 * of_token.max().sqrt()
 
 
+def test_some_tokens_are_of_all_images():
+    """Tokens of 16 images, one of each in turn, as causal models trace them."""
+    of_token = torch.zeros(1024, 1)
+    seed = torch.arange(16).repeat(64)
+    chains = Trace(*[of_token[None]] * 3, of_token, of_token[None], seed, seed, of_token, of_token)
+    some = chains.some(128)
+    assert len(some.seed) == 128 and len(some.seed.unique()) == 16 and some.x.shape == (1, 128, 1)
+    assert len(chains.some(5000).seed) == 1024
+
+
 def test_the_standard_error_is_that_of_images_and_not_of_tokens():
     """Tokens of one image share most of their error: the spread of the ratio over repetitions is the image's."""
     generator = torch.Generator().manual_seed(0)

@@ -54,7 +54,7 @@ def test_listed_iterations_are_full(model):
     assert torch.equal(*(tokens_of(model, [each])[0] for each in (by_interval, listed)))
 
 
-@pytest.mark.parametrize("refreshes", ["1-3", "0,x", ""])
+@pytest.mark.parametrize("refreshes", ["1-3", "0,x", "", "0,100"])
 def test_bad_lists_of_iterations(refreshes, model):
     with pytest.raises(ValueError, match="refreshes"):
         engine(model).check(Request(0, **QUICK).but(refreshes=refreshes))

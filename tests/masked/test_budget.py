@@ -300,6 +300,21 @@ def test_the_audit_of_an_exact_run_finds_nothing(engine):
     assert audit_images(engine.runner, [exact], torch.zeros(1, 16, 3), 1.0) == {}
 
 
+def test_an_audit_of_more_images_than_slots(engine, monkeypatch):
+    """Two at once, as the engine has slots: the images of a long run do not fit into memory together."""
+    sizes, admit = [], MARRunner.admit
+    monkeypatch.setattr(MARRunner, "admit", lambda runner, batch: sizes.append(len(batch)) or admit(runner, batch))
+    requests = [Request(i, seed=i, budget=5.0, refreshes="0", **STALE, **SETTINGS) for i in range(3)]
+    outputs = engine.generate(requests)
+    sizes.clear()
+    parts = []
+    for chosen in (outputs, outputs[:2], outputs[2:]):
+        tokens = torch.stack([output.tokens for output in chosen])
+        parts.append(audit_images(engine.runner, [output.request for output in chosen], tokens, 1.0)["audit"])
+    # iterations are those of the first seed: all
+    assert max(sizes) == 2 and parts[0] == pytest.approx((2 * parts[1] + parts[2]) / 3, rel=1e-4)
+
+
 def test_runs_report_the_plan_and_the_audit(engine):
     request = Request(0, budget=5.0, refreshes="0", **STALE, **SETTINGS)
     finished = engine.generate([request])
@@ -310,7 +325,16 @@ def test_runs_report_the_plan_and_the_audit(engine):
 
 
 def test_settings_that_a_budget_refuses(engine):
-    for wrong in ({"temperature": 0.0}, {"backbone": "cached"}, {"denoiser": "calibrated"}, {"budget": -1.0}):
+    cached = {"backbone": "cached", "denoiser": "speculative"}
+    for wrong in (
+        {"temperature": 0.0},
+        {"backbone": "cached"},
+        {"denoiser": "calibrated"},
+        {"budget": -1.0},
+        {"rounds": "0-3"},
+        {"budget": 0.0, "rounds": "0-3"},
+        {"budget": 0.0, **cached},
+    ):
         with pytest.raises(ValueError, match=r"budget|backbone"):
             engine.check(Request(1, **({"budget": 0.3, **SETTINGS} | wrong)))
 
