@@ -404,11 +404,11 @@ CASES = {  # by family and method
     "VQ sd": Case(VQ | {"gamma": 3}, 535, 32, LATE_READ),
     "VQ sjd-pac": Case(VQ | {"window": 6, "pd_k": 2, "pd_d": 2}, 380, 27, LATE_READ),
     "VQ mc-sjd": Case(VQ | {"window": 6}, 310, 33, LATE_READ),
-    "VQ gsd": Case(VQ | {"window": 6, "group": 3}, 355, 38, LATE_READ),
+    "VQ gsd": Case(VQ | {"window": 6, "group": 3}, 540, 38, LATE_READ),
     "VQ eagle": Case(VQ | {"gamma": 2}, 580, 32, LATE_READ),
     "VQ eagle2": Case(VQ | {"gamma": 2}, 380, 55, LATE_READ),
-    "VQ cool-sd": Case(VQ | {"gamma": 2}, 625, 32, LATE_READ),
-    "VQ lantern": Case(VQ | {"gamma": 2, "k": 3}, 655, 55, LATE_READ),
+    "VQ cool-sd": Case(VQ | {"gamma": 2}, 910, 32, LATE_READ),
+    "VQ lantern": Case(VQ | {"gamma": 2, "k": 3}, 1330, 55, LATE_READ),
 }
 QUICK = [("MAR ar", False), ("MAR ar", True), ("VQ ar", False)]
 

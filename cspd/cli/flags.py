@@ -689,7 +689,7 @@ def _add_checkpoint(group: argparse._ArgumentGroup, several: bool = False) -> No
     """Adds --checkpoint and the flags of companion files. `several`: it takes a list, by default all bundled models."""
     models = (
         "a bundled model (digits32, emoji64: MAR; digits32_vq, emoji64_text: VQ; emoji64_sphere: causal), a folder of"
-        " official files (MAR, LlamaGen, SphereAR, BitDance) or of transformers, a file, or a Hub name (org/name)"
+        " official or transformers' files, a file, or a Hub name (org/name)"
     )
     if several:
         text = f"{models}; or several of them (default: all bundled models that can run here)"

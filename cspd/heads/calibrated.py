@@ -538,7 +538,7 @@ def fit_shortcut(
     squared, squared_error = ratio_over_images(squares, variances, reported.seed)
     difference = squared**0.5
     of_token = (squares / variances.mean()).sqrt()
-    worst = torch.stack([of_token.quantile(0.99), of_token.max()])
+    worst = torch.stack([of_token.quantile(0.99).squeeze(), of_token.max()])
     audited = reported.some(TRACE_TOKENS)  # an audit of all steps takes most of the time
     divergences = _divergences(head, audited, segments, s, precision, advance)
     divergence, divergence_error = ratio_over_images(divergences, torch.ones_like(divergences), audited.seed)

@@ -93,4 +93,4 @@ def test_evaluate_uses_the_classifier_of_emojis(tmp_path):
 def test_the_page_needs_a_library_for_prompts(monkeypatch):
     assert options.bundled_here() == [*bundled()] and "emoji64_text" in bundled()
     monkeypatch.setattr(options, "missing_library", lambda: "transformers")
-    assert options.bundled_here() == ["digits32", "digits32_vq", "emoji64"]
+    assert options.bundled_here() == ["digits32", "digits32_vq", "emoji64", "emoji64_sphere"]
