@@ -596,9 +596,10 @@ class Planner:
             if plan.settings == EXACT:
                 return plan
             price = self._price_of_plan(request, plan)
-            if price.divergence <= request.budget:
+            likely = price.divergence + price.error  # plans are tried on the same images: a low estimate is chosen
+            if likely <= request.budget:
                 return plan._replace(price=price)
-            limit *= 0.95 * request.budget / price.divergence
+            limit *= 0.95 * request.budget / likely
         return Plan(EXACT, Price(0.0, 0.0), None)
 
     def _price_of_plan(self, request: Request, plan: Plan) -> Price:
