@@ -16,7 +16,16 @@ from torch import Tensor
 
 from cspd import kernels, noise
 from cspd.device import Precision
-from cspd.heads.calibration import LARGEST, TRACE_TOKENS, Trace, check_arrays, frozen, least_squares, predict
+from cspd.heads.calibration import (
+    LARGEST,
+    TRACE_TOKENS,
+    Trace,
+    check_arrays,
+    frozen,
+    least_squares,
+    predict,
+    ratio_over_images,
+)
 from cspd.heads.chain import (
     ContinuousRunner,
     Denoised,
@@ -552,28 +561,6 @@ def fit_shortcut(
         divergence=np.array([divergence], np.float32),
         divergence_error=np.array([divergence_error], np.float32),
     )
-
-
-def ratio_over_images(values: Tensor, weights: Tensor, image: Tensor) -> tuple[float, float]:
-    """The sum of tokens' `values` by the sum of their `weights`, and its standard error; infinite if unknown.
-
-    Tokens of one image have much in common, so only images count as independent: the linearised variance of a ratio of
-    sums over clusters (Cochran, Sampling Techniques, 1977, section 11.8). All arguments are [N]; `image` numbers the
-    images, and a single one has no error.
-    """
-    _, of_image = image.unique(return_inverse=True)
-    num = int(of_image.max()) + 1
-    sums = torch.zeros(2, num, dtype=torch.float64, device=values.device)
-    sums.index_add_(1, of_image, torch.stack([values, weights]).double())
-    total, weight = sums.sum(1).tolist()
-    ratio = total / weight
-    if not math.isfinite(ratio):
-        return math.inf, math.inf
-    if num == 1:
-        return ratio, math.inf
-    residuals = sums[0] - ratio * sums[1]
-    variance = residuals.square().sum().item() * num / (num - 1)
-    return ratio, variance**0.5 / weight
 
 
 def _squares(head: Head, chains: Trace, segments: list[Segment], s: Schedule, precision: Precision) -> Tensor:

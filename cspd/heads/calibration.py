@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
@@ -89,6 +90,28 @@ class Calibration:
             "calls": (np.int16, (len(WINDOWS), max(1, self.calls.shape[-1])), 1, num_steps),
         }
         check_arrays("a calibration", vars(self), wanted)
+
+
+def ratio_over_images(values: Tensor, weights: Tensor, image: Tensor) -> tuple[float, float]:
+    """The sum of tokens' `values` by the sum of their `weights`, and its standard error; infinite if unknown.
+
+    Tokens of one image have much in common, so only images count as independent: the linearised variance of a ratio of
+    sums over clusters (Cochran, Sampling Techniques, 1977, section 11.8). All arguments are [N]; `image` numbers the
+    images, and a single one has no error.
+    """
+    _, of_image = image.unique(return_inverse=True)
+    num = int(of_image.max()) + 1
+    sums = torch.zeros(2, num, dtype=torch.float64, device=values.device)
+    sums.index_add_(1, of_image, torch.stack([values, weights]).double())
+    total, weight = sums.sum(1).tolist()
+    ratio = total / weight
+    if not math.isfinite(ratio):
+        return math.inf, math.inf
+    if num == 1:
+        return ratio, math.inf
+    residuals = sums[0] - ratio * sums[1]
+    variance = residuals.square().sum().item() * num / (num - 1)
+    return ratio, variance**0.5 / weight
 
 
 def check_arrays(owner: str, arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple]) -> None:

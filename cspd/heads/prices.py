@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cspd.device import Precision
-from cspd.heads.calibration import Trace
+from cspd.heads.calibration import Trace, ratio_over_images
 from cspd.heads.chain import Schedule, chain_steps, evaluate, modulated, on_device
 from cspd.heads.verify import Gaussian, divergence
 from mar.head import Head
@@ -28,7 +28,7 @@ from mar.head import Head
 
 
 class Price(NamedTuple):
-    """Nats per token, KL(p || q), and its standard error, from the spread between images."""
+    """Nats per token, KL(p || q), and its standard error, see `ratio_over_images`."""
 
     divergence: float
     error: float
@@ -40,16 +40,13 @@ class Price(NamedTuple):
 
 
 def price_of(nats: Tensor, image: Tensor) -> Price:
-    """The price of tokens with divergences `nats` [N], each of an `image`, int64 [N] (its seed)."""
-    _, own = image.unique(return_inverse=True)
-    count = torch.bincount(own)
-    by_image = (
-        torch.zeros(len(count), dtype=torch.float64, device=nats.device).index_add_(0, own, nats.double()) / count
-    )
-    mean = by_image.mean().item()
-    if len(by_image) == 1:  # the tokens of one image are all there is
-        return Price(mean, nats.double().std().nan_to_num().item() / len(nats) ** 0.5)
-    return Price(mean, by_image.std().item() / len(by_image) ** 0.5)
+    """The price of tokens with divergences `nats` [N], each of an `image`, int64 [N] (its seed).
+
+    If all are of one image, the error is that of its mean, from its tokens; it is infinite for a single token.
+    """
+    if (image == image[0]).all():
+        image = torch.arange(len(nats), device=nats.device)
+    return Price(*ratio_over_images(nats, torch.ones_like(nats), image))
 
 
 def of_conditions(head: Head, chains: Trace, z: Tensor, s: Schedule, precision: Precision, every: int = 1) -> Tensor:

@@ -16,8 +16,8 @@ from torch.distributions import Normal, kl_divergence
 
 from cspd import Engine, MARModels, Request, load, noise
 from cspd.cli import bench, main
-from cspd.heads.calibrated import Audit, Shortcut, fit_shortcut, plan_of, plans, ratio_over_images, sample
-from cspd.heads.calibration import PARTS, REPORTED, Trace, trace
+from cspd.heads.calibrated import Audit, Shortcut, fit_shortcut, plan_of, plans, sample
+from cspd.heads.calibration import PARTS, REPORTED, Trace, ratio_over_images, trace
 from cspd.heads.chain import evaluate
 from cspd.masked.runner import MARRunner
 from cspd.request import RoundStats

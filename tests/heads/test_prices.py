@@ -163,3 +163,12 @@ def test_the_error_of_a_price_is_of_images():
     assert price.error == pytest.approx(nats[::100].std().item() / 2)
     both = price + price
     assert both.divergence == 6.0 and both.error == pytest.approx(2**0.5 * price.error)
+
+
+def test_the_price_of_the_tokens_of_one_image():
+    """Has the spread of these tokens as its error; images of unlike sizes count by their tokens."""
+    nats = torch.tensor([1.0, 2.0, 3.0, 6.0])
+    alone = torch.zeros(4, dtype=torch.int64)
+    assert price_of(nats, alone) == pytest.approx((3.0, nats.std().item() / 2))
+    assert price_of(nats[:1], alone[:1]) == (1.0, np.inf)
+    assert price_of(nats, torch.tensor([0, 0, 0, 1])).divergence == 3.0
