@@ -713,6 +713,20 @@ BUGS = [
         "masked/test_budget.py",
     ),
     Bug(
+        "an audit's tokens weigh alike in iterations of few and of many tokens",
+        "cspd/masked/budget.py",
+        "return iterations.tolist(), times / counts[iterations]",
+        "return iterations.tolist(), np.ones(len(times)) / counts[iterations]",
+        "masked/test_budget.py",
+    ),
+    Bug(
+        "axes that were given have no price",
+        "cspd/masked/budget.py",
+        "return planner.priced(request, Plan(given, Price(0.0, 0.0), None))",
+        "return Plan(given, Price(0.0, 0.0), None)",
+        "masked/test_budget.py",
+    ),
+    Bug(
         "positions that nothing attends to are selected",
         "cspd/masked/backbones.py",
         "score = -_attention(",

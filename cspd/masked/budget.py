@@ -587,8 +587,7 @@ class Planner:
     def _make_plan(self, request: Request, num_slots: int) -> Plan:
         if request.budget == 0:
             return Plan(EXACT, Price(0.0, 0.0), None)
-        masked = timetable(request, self.target.config.seq_len).masked
-        counts = -np.diff(masked, prepend=request.num_generated(self.target.config.seq_len))
+        counts = tokens_by_iteration(request, self.target.config.seq_len)
         costs = self.round_costs(request, num_slots)
         exact = self._exact_head(request, costs, counts, num_slots)
         limit = request.budget
@@ -596,18 +595,18 @@ class Planner:
             plan = best_plan(request.but(budget=limit), self.prices(request), costs, counts, num_slots, exact)
             if plan.settings == EXACT:
                 return plan
-            price = self._price_of_plan(request, plan)
-            likely = price.divergence + price.error  # plans are tried on the same images: a low estimate is chosen
+            plan = self.priced(request, plan)
+            likely = sum(plan.price)  # with its error: plans are tried on the same images, and a low estimate is chosen
             if likely <= request.budget:
-                return plan._replace(price=price)
+                return plan
             limit *= 0.95 * request.budget / likely
         return Plan(EXACT, Price(0.0, 0.0), None)
 
-    def _price_of_plan(self, request: Request, plan: Plan) -> Price:
-        """The price of a plan as a whole, on other exact images; measured on first use and cached."""
+    def priced(self, request: Request, plan: Plan) -> Plan:
+        """A plan with its price as a whole, on other exact images; measured on first use and cached."""
         own = {"schema": PLAN_SCHEMA, "num_iter": request.num_iter, "plan": plan.settings}
         found = self.calibrations.cached(request, PlanPrice, own, lambda: self._measure_plan(request, plan))
-        return Price(*found.price.tolist())
+        return plan._replace(price=Price(*found.price.tolist()))
 
     @torch.inference_mode()
     def _measure_plan(self, request: Request, plan: Plan) -> PlanPrice:
@@ -730,18 +729,21 @@ def explain(request: Request, runner: MARRunner) -> str:
     """What a resolved request does, and what is predicted of it, in words."""
     parts = [f"{name}={request.settings[name]}" for name in SHOWN if request.settings.get(name) is not None]
     plan = planned(request, runner)
-    if plan is None:
-        return f"as asked for: {', '.join(parts)}"
     predicted = f"price {plan.price.divergence:.3g} +- {plan.price.error:.2g} nats per token"
     faster = "" if plan.speedup is None else f", rounds {plan.speedup:.3g} times as fast as ar's"
     return f"budget {request.budget:g}: {', '.join(parts)}; {predicted}{faster}"
 
 
-def planned(request: Request, runner: MARRunner) -> Plan | None:
-    """The plan of a resolved request, or None if its settings are not those of a plan that was made before."""
-    plan = runner.tuning.planner.made(request, runner.num_slots)
-    is_own = plan is not None and all(request.settings.get(name) == value for name, value in plan.settings.items())
-    return plan if is_own else None
+def planned(request: Request, runner: MARRunner) -> Plan:
+    """The plan of a resolved request. If its axes were given, these are the plan, and are priced on first use."""
+    planner = runner.tuning.planner
+    plan = planner.made(request, runner.num_slots)
+    if plan is not None and all(request.settings.get(name) == value for name, value in plan.settings.items()):
+        return plan
+    if is_exact(request):
+        return Plan(EXACT, Price(0.0, 0.0), None)
+    given = {name: value for name, value in request.settings.items() if name not in KEPT and value is not None}
+    return planner.priced(request, Plan(given, Price(0.0, 0.0), None))
 
 
 def resolve(request: Request, runner: MARRunner) -> Request:
@@ -754,7 +756,12 @@ def resolve(request: Request, runner: MARRunner) -> Request:
 def check(request: Request, runner: MARRunner) -> None:
     """Raises ValueError if prices have no meaning for the request's settings, or these contradict its budget."""
     if request.budget and request.temperature == 0:
-        raise ValueError(f"budget={request.budget} needs temperature > 0: without noise nothing diverges")
+        raise ValueError(
+            f"budget={request.budget} needs temperature > 0, since without noise nothing diverges: give a temperature,"
+            " or budget=0"
+        )
+    if getattr(request, "audit", None):
+        raise ValueError("audit measures the head alone: leave it out, runs of budget audit the backbone too")
     if (request.backbone is None) != (request.denoiser is None):
         raise ValueError("budget chooses both backbone and denoiser: give neither, or both")
     if request.backbone is None and request.rounds is not None:
@@ -771,7 +778,7 @@ def check(request: Request, runner: MARRunner) -> None:
 
 
 class Found(NamedTuple):
-    """What an audit found of N tokens.
+    """What an audit found of N tokens, times the tokens' weights.
 
     Attributes:
         nats: [N], divergences. image: int64 [N], the images' seeds. squares: [N], the mean over a token's channels of
@@ -783,18 +790,44 @@ class Found(NamedTuple):
     squares: Tensor
 
 
-def audit(exact: Replay, own: Replay, of_run: Callable[[Trace, Tensor], Tensor], iterations: Several[int]) -> Found:
+def tokens_by_iteration(request: Request, seq_len: int) -> np.ndarray:
+    """How many tokens of an image each iteration of a resolved request generates, [K]; joined rounds are apart."""
+    return -np.diff(timetable(request.but(rounds=None), seq_len).masked, prepend=request.num_generated(seq_len))
+
+
+def drawn_iterations(counts: np.ndarray, share: float, seed: int) -> tuple[list[int], np.ndarray]:
+    """The iterations of a systematic sample of tokens, and the weight of each of their tokens in a mean over them.
+
+    Args:
+        counts: tokens of each iteration [K]. share: of the tokens, 0..1; at least one is drawn.
+    """
+    num_drawn = max(1, round(share * counts.sum()))
+    places = (np.arange(num_drawn) + np.random.default_rng(seed).random()) / num_drawn * counts.sum()
+    iterations, times = np.unique(np.searchsorted(counts.cumsum(), places, side="right"), return_counts=True)
+    return iterations.tolist(), times / counts[iterations] * counts[iterations].sum() / num_drawn
+
+
+def audit(
+    exact: Replay,
+    own: Replay,
+    of_run: Callable[[Trace, Tensor], Tensor],
+    iterations: Several[int],
+    weights: np.ndarray,
+) -> Found:
     """The divergences of what a run did, at the tokens of some iterations of finished images.
 
     Args:
         exact, own: replays of the images, without joined rounds and with the run's settings. of_run: maps (exact
-            chains, the run's conditions) to nats [N].
+            chains, the run's conditions) to nats [N]. weights: of the tokens of each iteration.
     """
     runner = exact.runner
-    chains = joined(exact.chains(iterations)).to(runner.device)
+    parts = exact.chains(iterations)
+    weight = torch.tensor(np.repeat(weights, [len(part.seed) for part in parts]), device=runner.device)
+    chains = joined(parts).to(runner.device)
     tokens = torch.cat([runner.tokens[rows.slot, rows.position] for rows in map(exact.rows, iterations)])
     z = conditions_of(own, iterations)
-    return Found(of_run(chains, z), chains.seed, (tokens - chains.tokens).square().mean(1))
+    squares = (tokens - chains.tokens).square().mean(1)
+    return Found(weight * of_run(chains, z), chains.seed, weight * squares)
 
 
 def conditions_of(own: Replay, iterations: Several[int]) -> Tensor:
@@ -829,8 +862,11 @@ def divergence_of(calibrations: Any, request: Request, chains: Trace, z: Tensor)
 def audit_images(runner: MARRunner, requests: Several[Request], tokens: Tensor, share: float) -> dict[str, float]:
     """Measures the price, KL(p || q), and the difference of finished images of one plan, on their own tokens.
 
+    Tokens are drawn by systematic sampling, 1 / share apart in the order of generation. A drawn token stands for its
+    iteration, whose tokens are all evaluated; so the mean over draws is that over all tokens, whatever the share.
+
     Args:
-        requests: resolved. tokens: [B, L, d]. share: of the iterations, 0..1; at least one is audited.
+        requests: resolved. tokens: [B, L, d]. share: of the tokens of each image, 0..1; at least one is drawn.
 
     Returns:
         "audit", "audit_error" and "audit_difference", see `measured_lines`; nothing if the requests are exact.
@@ -838,9 +874,7 @@ def audit_images(runner: MARRunner, requests: Several[Request], tokens: Tensor, 
     request = requests[0]
     if is_exact(request):
         return {}
-    num_iter = request.num_iter
-    chosen = np.random.default_rng(request.seed).permutation(num_iter)
-    iterations = sorted(chosen[: max(1, round(share * num_iter))].tolist())
+    iterations, weights = drawn_iterations(tokens_by_iteration(request, runner.seq_len), share, request.seed)
     of_run = functools.partial(divergence_of, runner.tuning.calibrations["target"], request)
 
     def replay(of: Several[Request], first: int) -> Replay:
@@ -851,7 +885,7 @@ def audit_images(runner: MARRunner, requests: Several[Request], tokens: Tensor, 
     for first in range(0, len(requests), runner.num_slots):  # all images of a long run do not fit into memory
         some = requests[first : first + runner.num_slots]
         exact = replay([each.but(rounds=None) for each in some], first)
-        parts.append(audit(exact, replay(some, first), of_run, iterations))
+        parts.append(audit(exact, replay(some, first), of_run, iterations, weights))
     found = Found(*map(torch.cat, zip(*parts)))
     divergence, error = price_of(found.nats, found.image)
     measured = {"audit": divergence}

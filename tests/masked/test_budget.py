@@ -15,12 +15,13 @@ from cspd import Engine, MARModels, Request
 from cspd.device import Precision
 from cspd.evaluation.run import audit
 from cspd.heads.calibration import joined
-from cspd.heads.prices import of_conditions, price_of
+from cspd.heads.prices import Price, of_conditions, price_of
 from cspd.masked import budget
 from cspd.masked.backbones import BACKBONES
 from cspd.masked.budget import (
     EXACT,
     LAZY,
+    Plan,
     Planner,
     Prices,
     Replay,
@@ -28,6 +29,7 @@ from cspd.masked.budget import (
     anchors_of,
     audit_images,
     best_plan,
+    drawn_iterations,
     exact_requests,
     listed,
     measure,
@@ -237,12 +239,12 @@ def test_a_plan_is_priced_as_a_whole(generous, monkeypatch):
         limits.append(asked.budget)
         return of_parts(asked, *args, **more)
 
-    def price(asked, plan):
-        return plan.price._replace(divergence=plan.price.divergence * of_whole["factor"])
+    def priced(asked, plan):
+        return plan._replace(price=plan.price._replace(divergence=plan.price.divergence * of_whole["factor"]))
 
     monkeypatch.setattr(budget, "best_plan", recorded)
-    monkeypatch.setattr(planner, "_price_of_plan", price)
-    assert planner.plan(request, 2).price.divergence <= 5.0
+    monkeypatch.setattr(planner, "priced", priced)
+    assert sum(planner.plan(request, 2).price) <= 5.0
     assert limits[0] == 5.0 and limits == sorted(limits, reverse=True)
     of_whole["factor"] = 1e9
     planner._planned.clear()
@@ -324,6 +326,33 @@ def test_runs_report_the_plan_and_the_audit(engine):
     assert audit(engine, [], num=0) == {}
 
 
+@pytest.mark.parametrize("share", [0.01, 0.2, 0.5, 1.0])
+def test_an_audit_has_the_mean_over_all_tokens(share):
+    """On average over seeds, from iterations of unlike numbers of tokens; and always if all are drawn."""
+    counts, nats = np.array([1, 2, 0, 3, 9, 4]), np.array([5.0, 1.0, 9.0, 2.0, 0.1, 0.0])
+    expected = (counts * nats).sum() / counts.sum()
+    found = []
+    for seed in range(1000):
+        iterations, weights = drawn_iterations(counts, share, seed)
+        own = counts[iterations]
+        found.append((own * weights * nats[iterations]).sum() / own.sum())
+    error = np.std(found) / len(found) ** 0.5
+    assert abs(np.mean(found) - expected) < 4 * error + 1e-9
+    if share == 1.0:
+        assert iterations == [0, 1, 3, 4, 5] and weights == pytest.approx(1.0) and error < 1e-9
+
+
+def test_given_axes_have_a_price(engine):
+    """Which is that of a plan with the same settings."""
+    request = engine.resolve(Request(1, seed=3, budget=5.0, refreshes="0,3", **STALE, **SETTINGS))
+    plan = planned(request, engine.runner)
+    same = engine.runner.tuning.planner.priced(request, Plan({**STALE, "refreshes": "0,3"}, Price(0.0, 0.0), None))
+    (output,) = engine.generate([request])
+    assert output.stats.guarantee == "measured"
+    assert output.stats.divergence == plan.price.divergence == pytest.approx(same.price.divergence, rel=1e-4)
+    assert plan.price.divergence > 0.01
+
+
 def test_settings_that_a_budget_refuses(engine):
     cached = {"backbone": "cached", "denoiser": "speculative"}
     for wrong in (
@@ -334,8 +363,9 @@ def test_settings_that_a_budget_refuses(engine):
         {"rounds": "0-3"},
         {"budget": 0.0, "rounds": "0-3"},
         {"budget": 0.0, **cached},
+        {"backbone": "cached", "denoiser": "calibrated", "audit": 0.1},
     ):
-        with pytest.raises(ValueError, match=r"budget|backbone"):
+        with pytest.raises(ValueError, match=r"budget|backbone|audit"):
             engine.check(Request(1, **({"budget": 0.3, **SETTINGS} | wrong)))
 
 
