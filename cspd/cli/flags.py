@@ -364,9 +364,9 @@ def _compare(parser: Parser) -> None:
 
 def _tune(parser: Parser) -> None:
     parser.description = (
-        "Searches methods, their settings and numbers of iterations for the fastest way to sample on this\n"
-        "machine within a quality limit. It prints the Pareto front of speed and quality and the command to\n"
-        "run, and writes a report (report.html). Run the same command again to resume an interrupted search."
+        "Searches for the fastest way to sample on this machine within a quality limit: exact methods and, for\n"
+        "MAR, plans of a few budgets. It prints the Pareto front of speed and quality and the command to run,\n"
+        "and writes a report (report.html). Run the same command again to resume an interrupted search."
     )
     parser.epilog = """\
 examples:

@@ -447,7 +447,7 @@ def _with_statistics(reference: Reference, how: dict) -> Reference:
 
 FEWEST = LEAST_INTERVAL  # images of the first rung
 GROWTH = 3  # each rung has three times the images of the one before, and a third of its candidates
-LEAST_KEPT = 4
+LEAST_KEPT = 2
 WORTH = 1.05  # times as fast as baseline sampling: a smaller difference may be the machine's
 REACH = 2.0  # standard errors by which a value may be better than measured
 

@@ -476,42 +476,32 @@ def baselines(
 
 # The candidates of `cspd tune`, which each family registers.
 
-ITERATIONS = [8, 16, 32, 64]
-
 
 def candidates(plain: Configuration, divergence: float | None) -> tuple[list[Configuration], dict[str, str]]:
     """Configurations that might be better than baseline sampling, and the reasons for those left out, by name.
 
     Args:
         plain: baseline sampling with the user's own settings, which candidates share if they have them.
-        divergence: None: all methods are tried, also with other numbers of iterations. 0: exact methods only. More:
-            measured ones too. No guarantee covers another number of iterations, so these two keep the user's.
+        divergence: None: all of them. 0: exact methods only. More: measured ones too, by plans of this budget.
     """
     usual = plain.engine.check(plain.request)
     family: Any = usual.family
     names = SEARCHED[family].split()
     guarantees = tuple(GUARANTEES)
-    iterations = [None]  # the user's
     if divergence is not None:
         names += WINDOWS[family].split()
         guarantees = ("exact", "measured") if divergence else ("exact",)
-        if divergence and family == "MAR":
-            # a plan by prices takes the place of numbers of head calls that would be tried one by one
-            names = [name for name in names if not name.startswith("calibrated")]
+        if any(name.startswith("budget") for name in names):
+            names = [name for name in names if not name.startswith("budget")]
             names.append(f"budget:budget={divergence:g}")
-    elif usual.num_iter is not None:
-        possible = [number for number in ITERATIONS if number <= plain.engine.runner.seq_len]
-        iterations = sorted({usual.num_iter, *possible})
 
     # a model may lack what a method needs, such as a draft model
     found = []
     left_out = {}
     seen = [usual]
-    for entry, num_iter in itertools.product(named_entries(names), iterations):
+    for entry in named_entries(names):
         settings = dict(entry)
         method = settings.pop("method")
-        if num_iter is not None:
-            settings = {"num_iter": num_iter} | settings
         name = row_name(method, settings)
         try:
             request = with_method(plain.request, method).but(**settings)

@@ -230,7 +230,7 @@ COSTS_SCHEMA = "cspd.costs/3"  # 3: with graphs and torch.compile it times the c
 SCHEMAS = {Calibration: "cspd.calibration/1", Predictor: "cspd.predictor/1", Shortcut: "cspd.shortcut/2"}
 
 
-# candidates of `cspd tune`, see `register_family`
+# candidates of `cspd tune` without prices of backbones, see `register_family`
 SEARCHED = """
     calibrated:head_calls=8 calibrated:head_calls=10 calibrated:head_calls=12 calibrated:head_calls=16
     calibrated:head_calls=25

@@ -21,7 +21,7 @@ from cspd.heads.chain import (
     check_ancestral,
     run_plain_round,
 )
-from cspd.heads.tuning import SEARCHED, SEARCHED_WINDOWS, Tuning
+from cspd.heads.tuning import SEARCHED_WINDOWS, Tuning
 from cspd.masked import budget
 from cspd.masked.backbones import BACKBONES, Backbone
 from cspd.masked.cspd import CSPD
@@ -222,7 +222,9 @@ def check_budget(request: Request, runner: MARRunner) -> None:
 
 def resolve_budget(request: Request, runner: MARRunner) -> Request:
     """The request with a plan's settings, and with those that its backbone and its denoiser fill in."""
-    return resolve(PLANNED, BUDGET.fill(budget.resolve(request, runner)), runner)
+    resolved = resolve(PLANNED, BUDGET.fill(budget.resolve(request, runner)), runner)
+    budget.planned(resolved, runner)  # prices axes that were given, before the run
+    return resolved
 
 
 def guarantee_of_budget(request: Request) -> str:
@@ -240,9 +242,7 @@ def run_budget_round(runner: MARRunner, batch: list[Sequence], watch: Stopwatch)
         # what was measured of the head alone is replaced by the price of both
         for name in MEASURED:
             setattr(sequence.stats, name, None)
-        plan = budget.planned(sequence.request, runner)
-        if plan is not None:
-            sequence.stats.divergence, sequence.stats.divergence_error = plan.price
+        sequence.stats.divergence, sequence.stats.divergence_error = budget.planned(sequence.request, runner).price
     return finished
 
 
@@ -381,12 +381,7 @@ register_family(
         BUDGET,
     ],
     named_by=lambda request: None if request.budget is None else BUDGET.name,
-    searched=f"""
-        ar speculative disa {SEARCHED}
-        ddim:head_calls=10 ddim:head_calls=10:grid=planned ddim:head_calls=16:grid=planned
-        dpm-solver++:head_calls=10 dpm-solver++:head_calls=10:grid=planned
-        lazymar lazymar:denoiser=calibrated
-        gtr gtr:denoiser=calibrated
-    """,
+    # plans by prices, instead of combinations that would be tried one by one
+    searched="speculative budget:budget=0.1 budget:budget=0.3 budget:budget=1 budget:budget=3",
     windows=SEARCHED_WINDOWS,
 )
