@@ -513,6 +513,14 @@ class PlanPrice:
         check_arrays("the price of a plan", vars(self), {"price": (np.float32, (2,), 0, np.inf)})
 
 
+class ExactImages(NamedTuple):
+    """Requests of `ar`, their tokens [B, L, d], and the chains of these in the order of iterations."""
+
+    requests: list[Request]
+    tokens: Tensor
+    chains: Trace
+
+
 class Planner:
     """The prices of a target, the costs of its rounds on this device, and the plans that follow from them.
 
@@ -525,7 +533,7 @@ class Planner:
         self.target, self.device, self.precision = tuning.target, tuning.device, tuning.precision
         self.calibrations = tuning.calibrations["target"]
         self._planned: dict[Any, Plan] = {}
-        self._others: tuple[dict, Replay, Trace] | None = None
+        self._others: tuple[dict, ExactImages] | None = None
 
     def prices(self, request: Request) -> Prices:
         """The prices for a request's guidance, temperature, T and K; measured on first use and cached."""
@@ -610,15 +618,15 @@ class Planner:
 
     @torch.inference_mode()
     def _measure_plan(self, request: Request, plan: Plan) -> PlanPrice:
-        exact, chains = self._other_images(request)
-        requests = [sequence.request.but(**{**plan.settings, "denoiser": None}) for sequence in exact.batch]
+        images = self._other_images(request)
+        requests = [own.but(**{**plan.settings, "denoiser": None}) for own in images.requests]
         runner = MARRunner(self.target, len(requests), self.device, self.precision)
-        z = conditions_of(Replay(runner, requests, exact.runner.tokens), range(request.num_iter))
-        nats = divergence_of(self.calibrations, request.but(**plan.settings), chains, z)
-        return PlanPrice(np.array(price_of(nats, chains.seed), np.float32))
+        z = conditions_of(Replay(runner, requests, images.tokens), range(request.num_iter))
+        nats = divergence_of(self.calibrations, request.but(**plan.settings), images.chains, z)
+        return PlanPrice(np.array(price_of(nats, images.chains.seed), np.float32))
 
-    def _other_images(self, request: Request) -> tuple[Replay, Trace]:
-        """Exact images that no price was measured on, and their chains; the last ones are remembered."""
+    def _other_images(self, request: Request) -> ExactImages:
+        """Exact images that no price was measured on; the last ones are remembered."""
         config, settings = self.target.config, {name: getattr(request, name) for name in KEPT if name != BUDGET.name}
         if self._others is None or self._others[0] != settings:
             requests = exact_requests(request, config.seq_len, config.class_num)
@@ -626,8 +634,8 @@ class Planner:
             exact = Replay(MARRunner(self.target, len(requests), self.device, self.precision), requests)
             with counting("sampling exact images to price a plan on", 1) as advance:
                 chains = joined(exact.chains(range(request.num_iter), commit=True, advance=advance))
-            self._others = settings, exact, chains.to(self.device)
-        return self._others[1:]
+            self._others = settings, ExactImages(requests, exact.runner.tokens, chains.to(self.device))
+        return self._others[1]
 
     def _exact_head(self, request: Request, costs: RoundCosts, counts: np.ndarray, num_slots: int) -> float:
         """Seconds of the head in all iterations by the fastest exact way; counts: tokens of an image in each [K]."""
