@@ -58,7 +58,7 @@ def main() -> None:
     ratios = []
     for _ in range(args.num):
         plan, *parts = combination(rng, prices, counts)
-        whole = planner._price_of_plan(request, plan)
+        whole = planner.priced(request, plan).price
         ratios.append(plan.price.divergence / whole.divergence)
         told = " + ".join(f"{part:.3f}" for part in parts)
         print(f"{told} = {plan.price.divergence:.3f}, whole {whole.divergence:.3f} +- {whole.error:.3f}", flush=True)

@@ -189,52 +189,17 @@ def measure(replay: Replay, predictor: Predictor, s: Schedule, advance: Advance 
         replay: of requests of `ar` with the settings of the cached backbone. predictor: of the same chains.
         s: their schedule. advance: called with each share of the work, 1 in all.
     """
-    runner, num_iter = replay.runner, replay.num_iter
-    head, precision = runner.target.head, runner.precision
+    num_iter = replay.num_iter
     by_iteration = replay.chains(range(num_iter), commit=True, advance=lambda share: advance(share / 2))
-    counts = [len(part.seed) for part in by_iteration]
-    chains = joined(by_iteration).to(runner.device)
-
-    calls = [number for number in HEAD_CALLS if number < len(s)] or [len(s)]
-    pairs = [(number, null) for number in calls for null in (NULL_EVERY if len(chains.z) == 2 else (1,))]
-    some = chains.some(len(chains.seed) // 2)
-    by_calls = []
-    predicted = predictor.coefficients, predictor.drift
-    for number, null_every in pairs:
-        steps = plan_of(predictor.skip_cost, number).steps
-        nats = of_calls(head, some, some.z, s, *predicted, calls_of(steps, null_every), precision)
-        by_calls.append(price_of(nats, some.seed))
-        advance(0.2 / len(pairs))
-
     anchors = anchors_of(num_iter)
-    lazy = np.zeros((len(LAZY), len(anchors), num_iter), np.float32)
-    lazy_error = np.zeros(lazy.shape[:2], np.float32)
-    for row, settings in enumerate(LAZY):
-        for column, anchor in enumerate(anchors):
-            _, *stale = (z for _, z in replay.conditions(anchor, refreshes=str(anchor), **settings))
-            if not stale:  # the anchor is the last iteration
-                continue
-            own = joined(by_iteration[anchor + 1 :]).to(runner.device)
-            nats = of_conditions(head, own, torch.cat(stale, dim=1), s, precision, EVERY)
-            lazy[row, column, 1 : num_iter - anchor] = _means(nats, counts[anchor + 1 :])
-            lazy_error[row, column] = price_of(nats, own.seed).error
-            advance(0.2 / (len(LAZY) * len(anchors)))
-
-    together = np.zeros((len(anchors), 1 + JOINED), np.float32)
-    together_error = np.zeros(len(anchors), np.float32)
-    for column, anchor in enumerate(anchors):
-        stop = min(anchor + 1 + JOINED, num_iter)
-        if stop == anchor + 1:
-            continue
-        own = joined(by_iteration[anchor + 1 : stop]).to(runner.device)
-        nats = of_conditions(head, own, replay.ahead(anchor, stop), s, precision, EVERY)
-        together[column, 1 : stop - anchor] = _means(nats, counts[anchor + 1 : stop])
-        together_error[column] = price_of(nats, own.seed).error
-        advance(0.1 / len(anchors))
+    calls, prices_of_calls = _price_calls(replay.runner, joined(by_iteration), predictor, s, advance)
+    lazy, lazy_error = _price_lazy(replay, by_iteration, anchors, s, advance)
+    together, together_error = _price_joined(replay, by_iteration, anchors, s, advance)
+    head_calls, null_every = np.array(calls, np.int16).T
     return Prices(
-        head_calls=np.array([number for number, _ in pairs], np.int16),
-        null_every=np.array([null for _, null in pairs], np.int16),
-        of_calls=np.array(by_calls, np.float32),
+        head_calls=head_calls,
+        null_every=null_every,
+        of_calls=prices_of_calls,
         anchors=np.array(anchors, np.int16),
         lazy=lazy,
         lazy_error=lazy_error,
@@ -243,9 +208,61 @@ def measure(replay: Replay, predictor: Predictor, s: Schedule, advance: Advance 
     )
 
 
-def _means(values: Tensor, counts: Several[int]) -> list[float]:
-    """The means of successive parts of values [N], of `counts` values each."""
-    return [part.mean().item() for part in values.split(counts)]
+def _price_calls(
+    runner: MARRunner, chains: Trace, predictor: Predictor, s: Schedule, advance: Advance
+) -> tuple[list[tuple[int, int]], np.ndarray]:
+    """Pairs (head calls, null_every) [H], and their prices and standard errors [H, 2], on half of the exact chains."""
+    some = chains.to(runner.device).some(len(chains.seed) // 2)
+    numbers = [number for number in HEAD_CALLS if number < len(s)] or [len(s)]
+    pairs = list(itertools.product(numbers, NULL_EVERY if len(chains.z) == 2 else (1,)))
+    predicted = predictor.coefficients, predictor.drift
+    prices = []
+    for number, null_every in pairs:
+        calls = calls_of(plan_of(predictor.skip_cost, number).steps, null_every)
+        nats = of_calls(runner.target.head, some, some.z, s, *predicted, calls, runner.precision)
+        prices.append(price_of(nats, some.seed))
+        advance(0.2 / len(pairs))
+    return pairs, np.array(prices, np.float32)
+
+
+def _price_lazy(
+    replay: Replay, by_iteration: Several[Trace], anchors: Several[int], s: Schedule, advance: Advance
+) -> tuple[np.ndarray, np.ndarray]:
+    """`lazy` and `lazy_error` of `Prices`."""
+    lazy = np.zeros((len(LAZY), len(anchors), len(by_iteration)), np.float32)
+    error = np.zeros(lazy.shape[:2], np.float32)
+    for (row, settings), (column, anchor) in itertools.product(enumerate(LAZY), enumerate(anchors)):
+        later = by_iteration[anchor + 1 :]
+        if later:
+            _, *stale = (z for _, z in replay.conditions(anchor, refreshes=str(anchor), **settings))
+            means, error[row, column] = _price_conditions(replay.runner, later, torch.cat(stale, dim=1), s)
+            lazy[row, column, 1 : 1 + len(later)] = means
+        advance(0.2 / error.size)
+    return lazy, error
+
+
+def _price_joined(
+    replay: Replay, by_iteration: Several[Trace], anchors: Several[int], s: Schedule, advance: Advance
+) -> tuple[np.ndarray, np.ndarray]:
+    """`joined` and `joined_error` of `Prices`."""
+    together = np.zeros((len(anchors), 1 + JOINED), np.float32)
+    error = np.zeros(len(anchors), np.float32)
+    for column, anchor in enumerate(anchors):
+        later = by_iteration[anchor + 1 : anchor + 1 + JOINED]
+        if later:
+            z = replay.ahead(anchor, anchor + 1 + len(later))
+            means, error[column] = _price_conditions(replay.runner, later, z, s)
+            together[column, 1 : 1 + len(later)] = means
+        advance(0.1 / len(anchors))
+    return together, error
+
+
+def _price_conditions(runner: MARRunner, later: Several[Trace], z: Tensor, s: Schedule) -> tuple[list[float], float]:
+    """The price of other conditions z [G, R, D] at each of several iterations, and the error of their mean."""
+    chains = joined(later).to(runner.device)
+    nats = of_conditions(runner.target.head, chains, z, s, runner.precision, EVERY)
+    by_iteration = nats.split([len(part.seed) for part in later])
+    return [part.mean().item() for part in by_iteration], price_of(nats, chains.seed).error
 
 
 def calls_of(steps: Several[int], null_every: int) -> dict[int, bool]:
@@ -680,52 +697,87 @@ def samplers(prices: Prices, costs: RoundCosts, rows: np.ndarray, num_steps: int
     ]
 
 
+class Combination(NamedTuple):
+    """One way to make images.
+
+    Attributes:
+        sampler: of the tokens. starts: iterations that begin a round. refreshes: numbers of the rounds that evaluate
+            the whole transformer. lazy: settings of the others. price: sum of the prices of these parts.
+        seconds: of all rounds.
+    """
+
+    sampler: Sampler
+    starts: tuple[int, ...]
+    refreshes: tuple[int, ...]
+    lazy: dict[str, object]
+    price: Price
+    seconds: float
+
+    def settings(self, num_iter: int) -> dict[str, object]:
+        """As a request of K = `num_iter` iterations has them."""
+        chosen: dict[str, object] = dict(EXACT_BACKBONE)
+        if len(self.refreshes) < len(self.starts):
+            chosen = {"backbone": "cached", "refreshes": listed(self.refreshes), **self.lazy}
+        if len(self.starts) < num_iter:
+            chosen["rounds"] = listed(self.starts)
+        return chosen | self.sampler.settings
+
+
+def combinations(
+    request: Request, prices: Prices, costs: RoundCosts, counts: np.ndarray, num_slots: int, plain: float
+) -> Iterator[Combination]:
+    """The best rounds, refreshes and head calls at each exchange rate of nats and seconds; arguments as in `best_plan`.
+
+    The rounds are chosen first, then which of them refresh the cache. What exceeds the budget already is left out.
+
+    Args:
+        plain: seconds of `ar`, which set the exchange rates.
+    """
+    num_iter = len(counts)
+    full = costs.backbone(costs.full, num_iter)
+    lazy = [np.minimum(costs.backbone(seconds, num_iter), full) for seconds in costs.lazy]
+    rows = num_slots * (counts[:, None] + between(np.broadcast_to(counts, (num_iter, num_iter))))
+    joining, after = prices.between(prices.joined), [prices.between(each) for each in prices.lazy]
+    joining_error = relative_error(prices.joined_error, prices.joined)
+    lazy_error = [relative_error(*pair) for pair in zip(prices.lazy_error, prices.lazy)]
+
+    @functools.cache  # samplers may share their rounds
+    def refresh_plan(starts: tuple[int, ...], which: int, weight: float) -> RefreshPlan:
+        chosen = np.array(starts)
+        tokens = np.add.reduceat(counts, chosen)
+        return plan_refreshes(after[which][np.ix_(chosen, chosen)], tokens, full[chosen], lazy[which][chosen], weight)
+
+    for sampler in samplers(prices, costs, rows, request.num_sampling_steps):
+        for weight in WEIGHTS * plain:
+            starts, joined_nats, of_head = plan_rounds(joining, counts, np.min(lazy, axis=0), sampler.seconds, weight)
+            price = sampler.price + Price(joined_nats, joined_nats * joining_error)
+            if price.divergence > request.budget:
+                continue
+            for which, settings in enumerate(LAZY):
+                refreshes, nats, seconds = refresh_plan(starts, which, weight)
+                total = price + Price(nats, nats * lazy_error[which])
+                yield Combination(sampler, starts, refreshes, settings, total, seconds + of_head)
+
+
 def best_plan(
     request: Request, prices: Prices, costs: RoundCosts, counts: np.ndarray, num_slots: int, exact_head: float
 ) -> Plan:
     """The fastest combination of rounds, refreshes and head calls whose prices add up to at most `request.budget`.
 
-    At each exchange rate of nats and seconds the rounds are chosen first, then which of them refresh the cache.
-
     Args:
         request: checked. counts: tokens of an image in each iteration [K]. num_slots: images at once.
         exact_head: seconds of the head by the fastest exact way.
     """
-    num_iter, num_steps = len(counts), request.num_sampling_steps
-    full = costs.backbone(costs.full, num_iter)
-    lazy = [np.minimum(costs.backbone(seconds, num_iter), full) for seconds in costs.lazy]
-    own_tokens = np.broadcast_to(counts, (num_iter, num_iter))
-    rows = num_slots * (counts[:, None] + between(own_tokens))
-    plain = full.sum() + costs.head(counts * num_slots, num_steps, 0).sum()
-    joining, after = prices.between(prices.joined), [prices.between(each) for each in prices.lazy]
-    joining_error = relative_error(prices.joined_error, prices.joined)
-    lazy_error = [relative_error(*pair) for pair in zip(prices.lazy_error, prices.lazy)]
-
-    best, least = Plan(EXACT, Price(0.0, 0.0), plain / (full.sum() + exact_head)), WORTH * (full.sum() + exact_head)
-    planned: dict[tuple, RefreshPlan] = {}
-    for sampler, weight in itertools.product(samplers(prices, costs, rows, num_steps), WEIGHTS * plain):
-        by_round = plan_rounds(joining, counts, np.min(lazy, axis=0), sampler.seconds, weight)
-        price = sampler.price + Price(by_round.nats, by_round.nats * joining_error)
-        if price.divergence > request.budget:
-            continue
-        starts = np.array(by_round.starts)
-        tokens = np.add.reduceat(counts, starts)
-        for which, settings in enumerate(LAZY):
-            key = by_round.starts, which, weight
-            if key not in planned:
-                cost, seconds = after[which][np.ix_(starts, starts)], lazy[which][starts]
-                planned[key] = plan_refreshes(cost, tokens, full[starts], seconds, weight)
-            refreshes, nats, seconds = planned[key]
-            total = price + Price(nats, nats * lazy_error[which])
-            if total.divergence <= request.budget and seconds + by_round.head_seconds < least:
-                least = seconds + by_round.head_seconds
-                chosen: dict[str, object] = {"backbone": "full"}
-                if len(refreshes) < len(starts):
-                    chosen = {"backbone": "cached", "refreshes": listed(refreshes), **settings}
-                if len(starts) < num_iter:
-                    chosen["rounds"] = listed(by_round.starts)
-                best = Plan(chosen | sampler.settings, total, plain / least)
-    return best
+    full = costs.backbone(costs.full, len(counts)).sum()
+    plain = full + costs.head(counts * num_slots, request.num_sampling_steps, 0).sum()
+    exact = full + exact_head
+    fastest, least = None, WORTH * exact
+    for each in combinations(request, prices, costs, counts, num_slots, plain):
+        if each.price.divergence <= request.budget and each.seconds < least:
+            fastest, least = each, each.seconds
+    if fastest is None:
+        return Plan(EXACT, Price(0.0, 0.0), plain / exact)
+    return Plan(fastest.settings(len(counts)), fastest.price, plain / least)
 
 
 def is_exact(request: Request) -> bool:
