@@ -14,8 +14,8 @@ import numpy as np
 
 import cspd
 from cspd import Request
-from cspd.heads.prices import Price
-from cspd.masked.budget import LAZY, Plan, between, listed, steps_of
+from cspd.heads.calibration import Price
+from cspd.masked.plan import LAZY, Plan, between, listed, steps_of
 
 
 def random_stops(rng: np.random.Generator, end: int, mean: float) -> list[int]:

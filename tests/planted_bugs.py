@@ -693,14 +693,14 @@ BUGS = [
     ),
     Bug(
         "an image alone has no error",
-        "cspd/heads/prices.py",
+        "cspd/heads/calibration.py",
         "if (image == image[0]).all():",
         "if False:",
         "heads/test_prices.py",
     ),
     Bug(
         "a refresh counts as a lazy iteration too",
-        "cspd/masked/budget.py",
+        "cspd/masked/plan.py",
         "np.cumsum(np.triu(values, 1), axis=1)",
         "np.cumsum(np.triu(values), axis=1)",
         "masked/test_budget.py",

@@ -39,6 +39,7 @@ from cspd.heads.chain import (
     chain_steps,
     denoiser,
     evaluate,
+    is_full_call,
     modulated,
     modulation_size,
     on_device,
@@ -229,11 +230,6 @@ def make_segments(
         )
         segments.append(segment)
     return segments
-
-
-def is_full_call(i: int, num_calls: int, null_every: int) -> bool:
-    """Whether call i of a plan, from 0, evaluates the unconditional branch too, see `make_segments`."""
-    return i < 2 or i == num_calls - 1 or i % null_every == 0
 
 
 def _tables(k: np.ndarray, s: Schedule, predictor: Predictor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -114,6 +114,28 @@ def ratio_over_images(values: Tensor, weights: Tensor, image: Tensor) -> tuple[f
     return ratio, variance**0.5 / weight
 
 
+class Price(NamedTuple):
+    """Nats per token, KL(p || q), and its standard error, see `ratio_over_images`."""
+
+    divergence: float
+    error: float
+
+    def __add__(self, other: tuple) -> Price:  # type: ignore[override]
+        """The price of two approximations together, to first order."""
+        divergence, error = other
+        return Price(self.divergence + divergence, float(np.hypot(self.error, error)))
+
+
+def price_of(nats: Tensor, image: Tensor) -> Price:
+    """The price of tokens with divergences `nats` [N], each of an `image`, int64 [N] (its seed).
+
+    If all are of one image, the error is that of its mean, from its tokens; it is infinite for a single token.
+    """
+    if (image == image[0]).all():
+        image = torch.arange(len(nats), device=nats.device)
+    return Price(*ratio_over_images(nats, torch.ones_like(nats), image))
+
+
 def check_arrays(owner: str, arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple]) -> None:
     """Raises ValueError unless each array has the `wanted` (dtype, shape) and all values in (least, most)."""
     for name, (dtype, shape, low, high) in wanted.items():

@@ -249,6 +249,11 @@ def table_bytes(device: torch.device) -> int:
     return MODULATION_BYTES if device.type == "cpu" else most_bytes(device)
 
 
+def is_full_call(i: int, num_calls: int, null_every: int) -> bool:
+    """Whether call i of a chain of `num_calls` head calls, from 0, evaluates the unconditional branch too."""
+    return i < 2 or i == num_calls - 1 or i % null_every == 0
+
+
 def modulated(
     head: Head, z: Tensor, timesteps: Several[float], precision: Precision, branches: Several[int] | None = None
 ) -> Iterator[tuple[range, ReadyHead, Iterator]]:

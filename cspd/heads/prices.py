@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cspd.device import Precision
-from cspd.heads.calibration import Trace, ratio_over_images
+from cspd.heads.calibration import Trace
 from cspd.heads.chain import Schedule, chain_steps, evaluate, modulated, on_device
 from cspd.heads.verify import Gaussian, divergence
 from mar.head import Head
@@ -25,28 +24,6 @@ from mar.head import Head
 # mean square of an error. So the prices of two approximations add up if their errors are uncorrelated.
 #
 # The last step, k = 0, adds no noise. Its Gaussian has the sigma that the schedule gives it, as in CSpD's ratio.
-
-
-class Price(NamedTuple):
-    """Nats per token, KL(p || q), and its standard error, see `ratio_over_images`."""
-
-    divergence: float
-    error: float
-
-    def __add__(self, other: tuple) -> Price:  # type: ignore[override]
-        """The price of two approximations together, to first order."""
-        divergence, error = other
-        return Price(self.divergence + divergence, float(np.hypot(self.error, error)))
-
-
-def price_of(nats: Tensor, image: Tensor) -> Price:
-    """The price of tokens with divergences `nats` [N], each of an `image`, int64 [N] (its seed).
-
-    If all are of one image, the error is that of its mean, from its tokens; it is infinite for a single token.
-    """
-    if (image == image[0]).all():
-        image = torch.arange(len(nats), device=nats.device)
-    return Price(*ratio_over_images(nats, torch.ones_like(nats), image))
 
 
 def of_conditions(head: Head, chains: Trace, z: Tensor, s: Schedule, precision: Precision, every: int = 1) -> Tensor:

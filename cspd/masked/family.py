@@ -26,6 +26,7 @@ from cspd.masked import budget
 from cspd.masked.backbones import BACKBONES, Backbone
 from cspd.masked.cspd import CSPD
 from cspd.masked.orders import ORDERS, ROUNDS, Order, check_rounds
+from cspd.masked.plan import EXACT
 from cspd.masked.runner import MARRunner, check_memory, usual_tokens
 from cspd.method import Method, choices, register_family, with_defaults
 from cspd.models import NO_NAMES, ClassNames
@@ -246,7 +247,7 @@ def run_budget_round(runner: MARRunner, batch: list[Sequence], watch: Stopwatch)
     return finished
 
 
-PLANNED = Point(order="random", **budget.EXACT)  # type: ignore[arg-type]
+PLANNED = Point(order="random", **EXACT)  # type: ignore[arg-type]
 BY_PLAN = ("speculative", "calibrated")  # denoisers that a plan may choose
 BUDGET = Method(
     name="budget",

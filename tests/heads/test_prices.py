@@ -10,8 +10,8 @@ import torch
 from heads import CHANNELS, FP32, LINEAR, MIXTURE, Case
 from torch.distributions import Normal, kl_divergence
 
-from cspd.heads.calibration import frozen
-from cspd.heads.prices import of_calls, of_conditions, price_of
+from cspd.heads.calibration import frozen, price_of
+from cspd.heads.prices import of_calls, of_conditions
 
 STEPS = 12
 Z = torch.tensor([[[1.0, -0.5, 2.0]], [[0.4, 0.3, -0.2]]])  # the unconditional branch second

@@ -14,30 +14,22 @@ from toys import CPU, toy_mar
 from cspd import Engine, MARModels, Request
 from cspd.device import Precision
 from cspd.evaluation.run import audit
-from cspd.heads.calibration import joined
-from cspd.heads.prices import Price, of_conditions, price_of
+from cspd.heads.calibration import Price, joined, price_of
+from cspd.heads.prices import of_conditions
 from cspd.masked import budget
 from cspd.masked.backbones import BACKBONES
 from cspd.masked.budget import (
-    EXACT,
-    LAZY,
-    Plan,
     Planner,
-    Prices,
     Replay,
-    RoundCosts,
     anchors_of,
     audit_images,
-    best_plan,
     drawn_iterations,
     exact_requests,
-    listed,
     measure,
-    plan_refreshes,
-    plan_rounds,
     planned,
 )
 from cspd.masked.orders import timetable
+from cspd.masked.plan import EXACT, LAZY, Plan, Prices, RoundCosts, best_plan, listed, plan_refreshes, plan_rounds
 from cspd.masked.runner import MARRunner
 
 K, T = 6, 8
