@@ -586,7 +586,7 @@ BUGS = [
     ),
     Bug(
         "tokens of one image count as independent",
-        "cspd/heads/calibrated.py",
+        "cspd/heads/calibration.py",
         "    _, of_image = image.unique(return_inverse=True)\n",
         "    of_image = torch.arange(len(image), device=image.device)\n",
         "heads/test_calibrated.py::test_the_standard_error_is_that_of_images_and_not_of_tokens",

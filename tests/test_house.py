@@ -7,6 +7,7 @@ import functools
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import planted_bugs
 import pytest
 
 from cspd.cli.listing import markdown_table
@@ -94,3 +95,7 @@ def between(text: str, marker: str) -> str:
 def test_docs_have_the_methods_table():
     """Made by `cspd methods --markdown`."""
     assert between((ROOT / "docs" / "methods.md").read_text(), "methods") == markdown_table(METHODS)
+
+
+def test_the_table_of_planted_bugs_fits_the_package():
+    assert planted_bugs.stale(planted_bugs.BUGS) == []

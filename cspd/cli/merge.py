@@ -185,8 +185,12 @@ def _prompts_of_run(shards: Shards, path: Path) -> list[str]:
 def geneval_files(shards: Shards, path: Path) -> dict[str, Content]:
     """The files of GenEval (arXiv 2310.11513): a folder of each prompt with its metadata and images.
 
-    `path`: its evaluation_metadata.jsonl.
+    `path`: its evaluation_metadata.jsonl. Raises ValueError if the file has prompts alone.
     """
+    if path.suffix != ".jsonl":
+        raise ValueError(
+            f"{path} has no metadata, which GenEval needs: give its evaluation_metadata.jsonl as --prompts"
+        )
     num = len(_prompts_of_run(shards, path))
     files: dict[str, Content] = {}
     for i, line in enumerate(path.read_text(encoding="utf-8").splitlines()):

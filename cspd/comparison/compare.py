@@ -591,10 +591,10 @@ def tune(
 
     Returns:
         The report of a comparison of the last rung's rows. Each has "losses", how much worse than baseline sampling it
-        is with the standard error, by the names of limits, and whether it is on the Pareto "front" of speed, FID and
-        difference. "tune" has the limits, the measurements of each rung, failed rows, and the name of the "chosen" row:
-        None if no row is both faster than baseline sampling and within the limits. "nearest" is the name of the row,
-        faster if there is one, that exceeds the limits least.
+        is with the standard error and its degrees of freedom, by the names of limits, and whether it is on the Pareto
+        "front" of speed, FID and difference. "tune" has the limits, the measurements of each rung, failed rows, and the
+        name of the "chosen" row: None if no row is both faster than baseline sampling and within the limits. "nearest"
+        is the name of the row, faster if there is one, that exceeds the limits least.
 
     Raises:
         ValueError: baseline sampling gives no images, or as `compare`.
@@ -689,7 +689,7 @@ def _add_losses(rows: list[dict], scores: Sequence[Mapping[str, Score]]) -> None
         for name in WORSE:
             losses[name] = _loss(name, own, scores[0])
         divergence = 0.0 if row["guarantee"] == "exact" else row.get("divergence")
-        losses["divergence"] = None if divergence is None else {"loss": divergence, "error": 0.0}
+        losses["divergence"] = None if divergence is None else {"loss": divergence, "error": 0.0, "degrees": 1}
         row["losses"] = losses
     # without a standard error, the loss of baseline sampling with other seeds shows the size of chance
     for row in rows:
@@ -705,13 +705,14 @@ def _loss(name: str, scores: Mapping[str, Score], plain: Mapping[str, Score]) ->
         return None
     own, base = scores[name], plain[name]
     if own is base:
-        return {"loss": 0.0, "error": 0.0}
+        return {"loss": 0.0, "error": 0.0, "degrees": 1}
     ratio = own.value / base.value
-    error = None
+    error, degrees = None, 1
     if own.parts is not None and base.parts is not None:
         # to first order; images of one seed have much in common, which is no error of the ratio
         error = standard_error(own.parts - ratio * base.parts) / base.value
-    return {"loss": WORSE[name] * (ratio - 1), "error": error}
+        degrees = len(own.parts) - 1
+    return {"loss": WORSE[name] * (ratio - 1), "error": error, "degrees": degrees}
 
 
 def _trial(row: dict, limits: Mapping[str, float]) -> Trial:

@@ -17,7 +17,7 @@ from PIL import Image
 from tabulate import tabulate
 
 from cspd.evaluation.images import are_texts, in_turn
-from cspd.evaluation.scores import NORMAL
+from cspd.evaluation.scores import student_limit
 from cspd.files import link_of, write_bytes, write_json
 from cspd.method import GUARANTEES
 from cspd.plots import Panel, Point, beside, seed_grid, speed_quality, stacked
@@ -364,8 +364,12 @@ def against_plain(row: dict, name: str) -> str:
     if name == "divergence":
         return f"{loss['loss']:.3g}"
     change = 100 * WORSE[name] * loss["loss"]
-    half = 100 * NORMAL * loss["error"]
-    return f"{change:+.1f} % ±{half:.1f}"
+    return f"{change:+.1f} % ±{100 * half_interval(loss):.1f}"
+
+
+def half_interval(loss: dict) -> float:
+    """Half of a loss's 95 % interval."""
+    return student_limit(loss["degrees"]) * loss["error"]
 
 
 def front_table(report: dict) -> str:
@@ -398,7 +402,7 @@ def choice_told(report: dict) -> str:
     unsure = []
     for name, limit in tuned["limits"].items():
         loss = row["losses"][name]
-        if loss["loss"] + NORMAL * loss["error"] > limit:
+        if loss["loss"] + half_interval(loss) > limit:
             unsure.append(f"{NAMES[name]} {against_plain(row, name)}")
     if not unsure:
         return sentence

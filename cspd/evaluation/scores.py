@@ -208,7 +208,8 @@ SPLIT = 5000  # images whose Inception scores are averaged, as in ADM's evaluato
 def inception_score(logits: Tensor, part: Tensor | None = None) -> Score:
     """The Inception score of logits [N, C]: the mean over each 5,000 images of exp(mean KL(p(y|x) || p(y))).
 
-    Salimans et al. (arXiv 1606.03498), with the parts of ADM's evaluator, in the images' order.
+    Salimans et al. (arXiv 1606.03498), with the parts of ADM's evaluator, in the images' order. As there, the last part
+    counts as much as the others, even if it has one image (whose value is 1): give a multiple of 5,000.
     """
     values, influences = [], []
     for some in logits.double().split(SPLIT):

@@ -83,14 +83,14 @@ def test_the_better_part_generates_more_images(done):
 def test_losses_are_against_baseline_sampling(done):
     _, report, _ = done
     plain, other, best = report["rows"]
-    assert plain["losses"]["fid"] == {"loss": 0, "error": 0}
+    assert plain["losses"]["fid"] == {"loss": 0, "error": 0, "degrees": 1}
     for row in (other, best):
         assert row["losses"]["fid"]["loss"] == pytest.approx(row["fid"] / plain["fid"] - 1)
         assert row["losses"]["fid"]["error"] == pytest.approx(abs(other["losses"]["fid"]["loss"]))  # too few for more
         assert row["losses"]["inception_score"]["error"] == pytest.approx(
             abs(other["losses"]["inception_score"]["loss"])
         )
-    assert all(row["losses"]["divergence"] == {"loss": 0, "error": 0} for row in report["rows"])
+    assert all(row["losses"]["divergence"] == {"loss": 0, "error": 0, "degrees": 1} for row in report["rows"])
     assert other["settings"]["seed"] == OTHER_SEEDS and not other["front"]
     assert best["images_per_second"]["median"] > plain["images_per_second"]["median"]
     assert best["front"] and report["tune"]["chosen"] == best["name"]
@@ -114,14 +114,16 @@ def test_errors_are_of_the_ratio_to_the_same_images():
     losses = [each["losses"] for each in rows]
     assert losses[2]["fid"]["loss"] == pytest.approx(0.1) and losses[2]["fid"]["error"] < 1e-12
     assert losses[1]["fid"]["error"] == pytest.approx(standard_error(scatter[::-1] - 1.1 * scatter))
-    assert losses[2]["accuracy"] == pytest.approx({"loss": 0.1, "error": standard_error(scatter)})
+    assert losses[2]["accuracy"] == pytest.approx(
+        {"loss": 0.1, "error": standard_error(scatter), "degrees": len(scatter) - 1}
+    )
     assert losses[2]["inception_score"] is losses[2]["divergence"] is None
 
 
 def test_without_intervals_other_seeds_show_the_error():
     rows = [{"guarantee": "exact"} for _ in range(3)]
     _add_losses(rows, [{"fid": Score(fid)} for fid in (10.0, 9.7, 11.0)])
-    assert rows[2]["losses"]["fid"] == pytest.approx({"loss": 0.1, "error": 0.03})
+    assert rows[2]["losses"]["fid"] == pytest.approx({"loss": 0.1, "error": 0.03, "degrees": 1})
 
 
 def test_a_candidate_that_fails_is_left_out(rows, tmp_path, monkeypatch):
