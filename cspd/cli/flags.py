@@ -364,9 +364,10 @@ def _compare(parser: Parser) -> None:
 
 def _tune(parser: Parser) -> None:
     parser.description = (
-        "Searches for the fastest way to sample on this machine within a quality limit: exact methods and, for\n"
-        "MAR, plans of a few budgets. It prints the Pareto front of speed and quality and the command to run,\n"
-        "and writes a report (report.html). Run the same command again to resume an interrupted search."
+        "Searches for the fastest way to sample on this machine within a quality limit: for MAR among an exact\n"
+        "method, plans of a few budgets, and a solver in few iterations. It prints the Pareto front of speed and\n"
+        "quality and the command to run, and writes a report (report.html). Run the same command again to resume\n"
+        "an interrupted search."
     )
     parser.epilog = """\
 examples:

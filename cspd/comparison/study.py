@@ -482,7 +482,8 @@ def candidates(plain: Configuration, divergence: float | None) -> tuple[list[Con
 
     Args:
         plain: baseline sampling with the user's own settings, which candidates share if they have them.
-        divergence: None: all of them. 0: exact methods only. More: measured ones too, by plans of this budget.
+        divergence: None: all of them. 0: exact methods only. More, in nats per token: measured ones too, and a plan of
+            this budget in place of those of others.
     """
     usual = plain.engine.check(plain.request)
     family: Any = usual.family

@@ -216,7 +216,7 @@ def exact_requests(request: Request, seq_len: int, num_classes: int) -> list[Req
 TIMED = 6  # iterations of which the backbone is timed
 REPEATS = 4
 CALLS = 10  # head calls of the chains that are timed
-COSTS_SCHEMA, PRICES_SCHEMA, PLAN_SCHEMA = "cspd.round_costs/3", "cspd.prices/3", "cspd.plan_price/1"
+COSTS_SCHEMA, PRICES_SCHEMA, PLAN_SCHEMA = "cspd.round_costs/3", "cspd.prices/4", "cspd.plan_price/2"
 
 
 def _timed(work: Any, device: torch.device) -> float:
@@ -232,7 +232,7 @@ def time_rounds(replay: Replay, predictor: Predictor) -> RoundCosts:
     full = [_time_full(replay, iteration) for iteration in iterations]
     lazy = [[_time_lazy(replay, iteration, settings) for iteration in iterations] for settings in LAZY]
 
-    counts = -np.diff(runner.num_masked(request), prepend=request.num_generated(runner.seq_len))
+    counts = tokens_by_iteration(request, runner.seq_len)
     several = counts.max() * np.array([1, 4, 1 + JOINED])
     sizes = np.unique([counts.min(), *several.clip(max=counts.sum())]) * len(replay.batch)
     times = [_time_calls(runner, predictor, request, int(size)) for size in sizes]
@@ -509,11 +509,12 @@ def check(request: Request, runner: MARRunner) -> None:
 
 
 class Found(NamedTuple):
-    """What an audit found of N tokens, times the tokens' weights.
+    """What an audit found of N tokens.
 
     Attributes:
-        nats: [N], divergences. image: int64 [N], the images' seeds. squares: [N], the mean over a token's channels of
-            its square difference from an exact one of the same noise.
+        nats: [N], divergences, each times its token's weight. image: int64 [N], the images' seeds.
+        squares: [N], the mean over a token's channels of its square difference from an exact one of the same noise,
+            times the same weight.
     """
 
     nats: Tensor

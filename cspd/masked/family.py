@@ -382,7 +382,11 @@ register_family(
         BUDGET,
     ],
     named_by=lambda request: None if request.budget is None else BUDGET.name,
-    # plans by prices, instead of combinations that would be tried one by one
-    searched="speculative budget:budget=0.1 budget:budget=0.3 budget:budget=1 budget:budget=3",
+    # plans by prices, in place of combinations that would be tried one by one; solvers and other numbers of iterations
+    # have no price
+    searched="""
+        speculative budget:budget=0.1 budget:budget=0.3 budget:budget=1 budget:budget=3
+        ddim:head_calls=10:num_iter=8 ddim:head_calls=10:num_iter=16
+    """,
     windows=SEARCHED_WINDOWS,
 )

@@ -372,9 +372,10 @@ def test_dpg_benchs_folder(of_prompts):
 
 
 def test_a_benchmark_of_other_prompts_is_refused(of_prompts, capsys):
-    (of_prompts / "other.txt").write_text("two clocks\na blue fox")
+    (of_prompts / "other.jsonl").write_text('{"prompt": "two clocks"}\n')
     run = ["merge", str(of_prompts / "run"), "--geneval", str(of_prompts / "out")]
     assert main(run) == 2 and "--prompts" in capsys.readouterr().err
-    for name in ("other.txt", "texts"):  # of other prompts; of the run's, but without GenEval's metadata
+    (of_prompts / "same.txt").write_text("\n".join(PROMPTS))  # without GenEval's metadata
+    for name in ("other.jsonl", "same.txt"):
         assert main([*run, "--prompts", str(of_prompts / name)]) == 2
         assert name in capsys.readouterr().err and not (of_prompts / "out").exists()

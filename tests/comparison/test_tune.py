@@ -17,6 +17,7 @@ from cspd.cli import _parse, evaluate, flags, main
 from cspd.cli.options import request_of
 from cspd.comparison import compare, study
 from cspd.comparison.compare import OTHER_SEEDS, Trial, _add_losses, tune
+from cspd.comparison.report import against_plain, half_interval
 from cspd.comparison.study import Configuration, comparison_store
 from cspd.evaluation.metrics import SPACES, load_reference
 from cspd.evaluation.scores import Score, standard_error
@@ -126,6 +127,13 @@ def test_without_intervals_other_seeds_show_the_error():
     assert rows[2]["losses"]["fid"] == pytest.approx({"loss": 0.1, "error": 0.03, "degrees": 1})
 
 
+def test_intervals_of_losses_are_students():
+    """Of 4 degrees of freedom 2.776 standard errors, from tables of Student's t."""
+    row = {"losses": {"fid": {"loss": 0.1, "error": 0.01, "degrees": 4}}}
+    assert half_interval(row["losses"]["fid"]) == pytest.approx(0.02776, abs=1e-5)
+    assert against_plain(row, "fid") == "+10.0 % ±2.8"
+
+
 def test_a_candidate_that_fails_is_left_out(rows, tmp_path, monkeypatch):
     timed = study._timed
     failing = {"3"}
@@ -159,7 +167,10 @@ def test_every_candidate_fits_the_bundled_models(digits):
 def test_candidates_have_the_users_settings(digits):
     plain = Configuration("ar", cspd.Request(0, method="ar", num_iter=12, cfg=2.0), digits)
     found, _ = study.candidates(plain, None)
-    assert {(row.request.num_iter, row.request.cfg) for row in found} == {(12, 2.0)}
+    assert {row.request.cfg for row in found} == {2.0}
+    assert {row.request.num_iter for row in found if row.request.method != "ddim"} == {12}
+    # with a limit of divergence nothing is left that has no price
+    assert {row.request.num_iter for row in study.candidates(plain, 0.5)[0]} == {12}
 
 
 def few_candidates(monkeypatch):
