@@ -363,7 +363,7 @@ def load(
     compiled: bool = False,
     graphs: bool | None = None,
 ) -> Engine:
-    """An engine with the models of a checkpoint, or of several, one of each family.
+    """An engine with the models of a checkpoint, or of several, one of each family. Other arguments: as in `Engine`.
 
     Args:
         checkpoints: bundled names, folders with official files or written by `Engine.save_pretrained`, or of an image
@@ -375,13 +375,13 @@ def load(
         draft: a smaller model's file, for methods that draft, if it is not in the target's folder.
         eagle: the file of a VQ target's EAGLE drafter, if it is not in the target's folder.
         text_encoder: the folder of a text-to-image model's T5 encoder, if it is not in the target's folder.
-        max_batch, device, precision, compiled, graphs: as in `Engine`.
 
     Raises:
         CheckpointError: a file is missing, damaged or of another model, or a folder has several targets.
-        TypeError: a path is something else. ValueError: as in `Engine`, weights that do not fit into memory, an unknown
-            arch, an EAGLE drafter for a MAR, a text encoder for a class-conditional model, or several checkpoints with
-            one arch, vae, draft, eagle or text encoder.
+        TypeError: a path is something else.
+        ValueError: as in `Engine`, weights that do not fit into memory, an unknown arch, an EAGLE drafter for a MAR, a
+            text encoder for a class-conditional model, or several checkpoints with one arch, vae, draft, eagle or text
+            encoder.
     """
     checkpoints = checkpoints or ("digits32",)
     check_of_one(checkpoints, arch, vae, draft, eagle, text_encoder)

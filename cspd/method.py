@@ -367,7 +367,8 @@ def register(method: Method) -> None:
     A user's method of the same name is replaced, so that a notebook cell can run twice.
 
     Raises:
-        TypeError: not a `Method`. ValueError: a built-in method has this name, or the family or guarantee is unknown.
+        TypeError: not a `Method`.
+        ValueError: a built-in method has this name, or the family or guarantee is unknown.
     """
     if not isinstance(method, Method):
         raise TypeError(f"{method!r} is not a method: give a cspd.method.Method, as sampling() and drafting() return")

@@ -107,21 +107,24 @@ class CspdPipeline:
         """Images of classes or prompts.
 
         Args:
-            class_labels: classes by number or name, one or many; None: unconditional. prompt: one or many, for
-                text-to-image models.
+            class_labels: classes by number or name, one or many; None: unconditional.
+            prompt: one or many, for text-to-image models.
             negative_prompt: the text that guidance steers away from.
-            guidance_scale: our `cfg`. num_inference_steps: MAR's denoising steps, our `num_sampling_steps`; the
-                autoregressive iterations are `num_iter`. By default as the models' authors published.
+            guidance_scale: our `cfg`; by default as the models' authors published.
+            num_inference_steps: MAR's denoising steps, our `num_sampling_steps`, by default as published; the
+                autoregressive iterations are `num_iter`.
             num_images_per_prompt: images of each class or prompt.
             generator: one for all images, or a list of one for each, from which their seeds are drawn; by default
-                torch's global generator. seed: our seed in its place, of the first image or of each, see
-                `Engine.sample`.
+                torch's global generator.
+            seed: our seed in its place, of the first image or of each, see `Engine.sample`.
             output_type: "pil", "pt" or "np", see `PipelineOutput`.
             return_dict: False: returns (images,).
             settings: others of `cspd.Request`, such as `method` and `num_iter`.
 
         Raises:
-            ValueError: a value is invalid. TypeError: an unknown setting. FloatingPointError as `Engine.generate`.
+            ValueError: a value is invalid.
+            TypeError: an unknown setting.
+            FloatingPointError: as in `Engine.generate`.
         """
         if output_type not in FORMS:
             raise ValueError(f"output_type={output_type!r} is invalid: choose one of {', '.join(FORMS)}")

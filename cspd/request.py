@@ -438,7 +438,8 @@ class Request:
         known: the given part of the image, see `Inpainting`; usually given as `image` and `mask`.
 
     Raises:
-        TypeError: unknown setting. ValueError, OSError: as in `Inpainting.of`.
+        TypeError: unknown setting.
+        ValueError, OSError: as in `Inpainting.of`.
     """
 
     label: Label = None
@@ -612,17 +613,18 @@ class RoundStats:
             which have no bound.
         difference: for a measured denoiser, the r.m.s. difference between its tokens and those of the full chain, on
             held-out tokens with the same z and noise, in standard deviations of a token's channels; otherwise None.
-            The effect of another backbone or order is not included. difference_error: its standard error, by the
-            differences between images. difference_worst_percent, difference_worst: the r.m.s. difference of a single
-            token that 1 % of them reach, and the largest.
+            The effect of another backbone or order is not included.
+        difference_error: its standard error, by the differences between images.
+        difference_worst_percent, difference_worst: the r.m.s. difference of a single token that 1 % of them reach, and
+            the largest.
         divergence, divergence_error: for a measured denoiser, the KL divergence of the sampler's path from the full
             chain, on some of these tokens, in nats per token, and its standard error; None at temperature 0, where
             both are infinite.
         audit, audit_error: an estimate of `divergence` on this image's own tokens and its standard error, if the
             request asks for it; of a VQ request with a relaxed rule, of the KL divergence of its tokens' distributions
             from the target's. None if not finite.
-        resample_tries: residual candidates that were tested. fallbacks: how often all candidates were rejected, so that
-            the last one was taken.
+        resample_tries: residual candidates that were tested.
+        fallbacks: how often all candidates were rejected, so that the last one was taken.
         seconds: wall time of the rounds by phase; every sequence of a round is charged its full time. "decode" is the
             time of the images that finished together; on a GPU it overlaps other rounds.
     """

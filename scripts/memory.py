@@ -24,7 +24,8 @@ FILE = Path(__file__).parent.parent / "docs" / "results" / "memory.json"
 BATCHES = (1, 8, 64)
 MODELS = (
     *("mar_base", "mar_large", "mar_huge"),
-    *("sphere_ar_b", "sphere_ar_l", "sphere_ar_h", "bitdance_b_1x", "bitdance_h_1x"),
+    *("sphere_ar_b", "sphere_ar_l", "sphere_ar_h", "bitdance_b_1x", "bitdance_b_4x", "bitdance_b_16x"),
+    "bitdance_h_1x",
     *("llamagen_b", "llamagen_l", "llamagen_xl", "llamagen_3b"),
 )
 
@@ -55,7 +56,7 @@ def main() -> None:
         " too large. Nothing was measured on the official weights.",
         "commands": ["python scripts/memory.py"],
         "commit": (commit_of(Path(__file__)) or "unknown")[:7],
-        "machine": "any: the numbers are computed from the models' shapes",
+        "machine": "any machine, since they are computed from the models' shapes",
         "header": ["model", "weights", "per image", *(f"batch {batch}" for batch in BATCHES)],
         "rows": rows,
     }
