@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from causals import CausalGolden
 from conftest import relative_error
 from stores import small_checkpoint
 from toys import counts, distribution, draw, p_value, request_of, toy_models
 
 from cspd import Engine, MARModels, Request, method, register
+from cspd.causal.family import CausalModels
 from cspd.cli import main
 from cspd.discrete.drafts import DRAFTS
 from cspd.heads.chain import DENOISERS
@@ -67,6 +69,26 @@ def test_the_denoiser_evaluates_the_unconditional_branch_in_guided_steps(added, 
     request = Request(1, method="early-guidance", guided_share=0.4, cfg=2.0, num_iter=6, num_sampling_steps=30)
     stats = Engine(MARModels(small_mar), max_batch=1, device="cpu").generate(request)[0].stats
     assert (stats.head_calls, stats.head_evaluations) == (6 * 30, 64 * (30 + 12))
+
+
+def test_the_solver_approaches_heun(added):
+    """Of the first token: later ones are given other tokens before them."""
+    added("own_solver")
+    engine = Engine(CausalModels(CausalGolden("sphere").model), max_batch=1, device="cpu")
+    heun = engine.generate(Request(3, method="heun", head_calls=399, cfg=2.0))[0].tokens[0]
+    errors = []
+    for num_steps in (10, 40):
+        output = engine.generate(Request(3, method="midpoint", head_steps=num_steps, cfg=2.0))[0]
+        assert output.stats.head_calls_per_token == 2 * num_steps
+        errors.append(relative_error(output.tokens[0], heun))
+    assert errors[0] > 2 * errors[1] and errors[1] < 0.05
+
+
+def test_the_solver_gives_signs_to_bitdance(added):
+    added("own_solver")
+    engine = Engine(CausalModels(CausalGolden("bitdance").model), max_batch=1, device="cpu")
+    output = engine.generate(Request(3, method="midpoint", head_steps=5))[0]
+    assert set(output.tokens.unique().tolist()) == {-1.0, 1.0}
 
 
 @pytest.mark.slow  # calibrates and measures this machine
