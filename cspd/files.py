@@ -546,11 +546,13 @@ class ArrayCache:
     def _write(self, made: Measured, settings: Mapping) -> None:
         """Writes to the first writable folder. Warns if no folder is writable."""
         about = json.dumps(_about(vars(made), settings))
+        # safetensors writes the memory of an array, which of a transposed one is not its values in order
+        arrays = {name: np.ascontiguousarray(array) for name, array in vars(made).items()}
         for folder in self.writable:
             with contextlib.suppress(OSError, SafetensorError):
                 folder.mkdir(parents=True, exist_ok=True)
                 with publishing(folder / _file_name(type(made), settings)) as temporary:
-                    save_file(vars(made), temporary, metadata={ABOUT: about})
+                    save_file(arrays, temporary, metadata={ABOUT: about})
                     temporary.chmod(0o644)  # safetensors makes files that only their owner can read
                 return
         tried = ", ".join(map(str, self.writable)) or "none given"

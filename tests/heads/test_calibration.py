@@ -7,6 +7,7 @@ import dataclasses
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from cspd.device import Precision
 from cspd.files import CALIBRATION, content_hash, user_cache
 from cspd.heads import tuning
 from cspd.heads.calibrated import HEAD_CALLS, Predictor, Shortcut
-from cspd.heads.calibration import WINDOWS, Calibration, fit, trace
+from cspd.heads.calibration import WINDOWS, fit, trace
 from cspd.heads.tuning import Calibrations
 from cspd.masked.runner import MARRunner
 from cspd.models import bundled
@@ -114,8 +115,8 @@ REQUEST = Request(
 )
 
 
-def same(a: Calibration, b: Calibration) -> bool:
-    return all(np.array_equal(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(Calibration))
+def same(a: Any, b: Any) -> bool:
+    return all(np.array_equal(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
 
 
 @pytest.fixture
@@ -196,6 +197,23 @@ def test_a_damaged_file_is_fitted_again(damage, calibrations, made, tmp_path):
     for _ in range(2):
         assert same(calibrations().get(REQUEST), ours) and len(made) == 2
     assert [*(tmp_path / "cache").iterdir()] == [file] and file.read_bytes() == content
+
+
+@dataclasses.dataclass
+class Columns:
+    first: np.ndarray
+    second: np.ndarray
+
+    def check(self, num_steps):
+        pass
+
+
+def test_columns_of_an_array_are_read_as_they_were_written(tmp_path):
+    settings = {"num_sampling_steps": 5}
+    made = Columns(*np.arange(8, dtype=np.int16).reshape(4, 2).T)  # not contiguous
+    files.ArrayCache([tmp_path]).get(Columns, settings, lambda: made)
+    read = files.ArrayCache([tmp_path]).find(Columns, settings)
+    assert read is not None and same(read, made)
 
 
 def test_memory_does_not_grow_with_the_settings(calibrations, monkeypatch):
