@@ -31,6 +31,7 @@ NUMBERS = {  # statistics to show: their titles and formats
     "alpha": ("drafts accepted", ".1%"),
     "bound": ("bound on total variation", ".3g"),
     "difference": ("difference from the full chain", ".3f"),
+    "divergence": ("predicted, nats per token", ".3g"),
     "audit": ("audited, nats per token", ".3f"),
 }
 
@@ -76,6 +77,9 @@ def numbers(output: Output, share: float) -> list[tuple[str, str]]:
             continue  # a mean over all tokens
         if value or (name == "alpha" and value is not None):
             found.append((title, format(value, form)))
+    budget = output.request.budget
+    if budget is not None:
+        found.append(("budget, nats per token", format(budget, "g")))
     window = output.request.window
     if window is not None:
         found.append(("window", str(window) if window else "0, nothing is drafted"))

@@ -70,6 +70,12 @@ def test_images_are_the_engines_and_grow(site, engine):
         assert ["head calls", str(output.stats.head_calls)] in last["numbers"]
 
 
+def test_the_predicted_divergence_is_shown(engine):
+    output = engine.sample("three", method="calibrated", head_calls=3, num_iter=3, num_sampling_steps=5)
+    shown = dict(loop.numbers(output, share=1.0))
+    assert shown["predicted, nats per token"] == format(output.stats.divergence, ".3g")
+
+
 def test_a_prompt_in_place_of_a_class(site, engines):
     texts = {"prompt": "a red fox", "negative_prompt": "blue"}
     (event,) = finished(site.make(model="texts", label=None, **texts))

@@ -12,6 +12,7 @@ from launching import wait_until
 from PIL import Image
 from playwright.sync_api import Page, expect, sync_playwright
 from serving import pixels, served
+from stores import small_checkpoint
 from texts import small_text_checkpoint
 
 import cspd
@@ -37,7 +38,8 @@ def engines(tmp_path_factory):
     engines = {name: cspd.load(name, max_batch=4, device="cpu") for name in ("digits32", "digits32_vq")}
     with pytest.MonkeyPatch.context() as patch:
         folder = small_text_checkpoint(tmp_path_factory.mktemp("texts"), patch)
-        yield engines | {"texts": cspd.load(folder, max_batch=4, device="cpu")}
+        small = {"texts": folder, "small": small_checkpoint()}
+        yield engines | {name: cspd.load(each, max_batch=4, device="cpu") for name, each in small.items()}
 
 
 @pytest.fixture(scope="module")
@@ -328,3 +330,26 @@ def test_images_can_be_stopped(open_page, site):
     expect(page.locator(".panel .error")).to_have_text("stopped")
     wait_until(lambda: not site.loop.jobs)
     expect(page.locator("#status")).to_contain_text("0 running", timeout=15_000)
+
+
+def test_the_budget_of_the_slider_is_what_runs(open_page):
+    page = open_page()
+    page.get_by_label("model").select_option("small")  # its plans are priced within seconds
+    fill(page, label="3", methods=("budget", ""))
+    slider = page.get_by_role("slider", name="budget")
+    expect(slider).to_be_visible()
+    expect(slider).to_have_attribute("aria-valuetext", "0.3 nats per token")
+    slider.fill("1.5")
+    slider.press("ArrowRight")
+    expect(page.locator(".slider output")).to_have_text("1.55 nats per token")
+    with page.expect_request("**/api/images") as asked:
+        generate(page)
+    assert asked.value.post_data_json["methods"] == ["budget:budget=1.55"]
+    expect(page.locator(".panel .tag")).to_have_text("measured")
+    expect(page.locator(".ran code")).to_contain_text("budget=1.55")
+    rows = page.locator(".numbers")
+    numbers = dict(zip(rows.locator("dt").all_inner_texts(), rows.locator("dd").all_inner_texts()))
+    assert numbers["budget, nats per token"] == "1.55"
+    assert 0 < float(numbers["predicted, nats per token"]) <= 1.55
+    page.locator("#link").click()
+    expect(slider).to_have_value("1.55")

@@ -1,7 +1,9 @@
 // Fields for the settings of requests: a list for words, a number with its range otherwise.
 
 const TITLES = { cfg: "guidance scale", num_iter: "iterations", num_sampling_steps: "denoising steps" };
-const SLIDERS = { budget: { min: 0, max: 3, step: 0.05 } }; // numbers that are turned, not typed
+const SLIDERS = { // numbers that are turned, not typed
+  budget: { min: 0, max: 3, step: 0.05, unit: "nats per token", ends: ["exact", "faster"] },
+};
 
 // A field for an option of /api/models; an empty one takes the default.
 export function fieldOf({ name, help, words, text, integer, low, high, default: usual }) {
@@ -12,22 +14,28 @@ export function fieldOf({ name, help, words, text, integer, low, high, default: 
   const input = field.appendChild(document.createElement(words ? "select" : "input"));
   input.name = name;
   if (words) {
-    const first = usual === null ? "chosen for you" : `${usual} (default)`;
+    const first = usual === null ? "automatic" : `${usual} (default)`;
     input.append(new Option(first, ""), ...words.filter((word) => word !== usual).map((word) => new Option(word)));
     return field;
   }
   if (text) {
-    input.placeholder = usual ?? "chosen for you";
+    input.placeholder = usual ?? "automatic";
     return field;
   }
   if (name in SLIDERS && usual !== null) {
-    Object.assign(input, { type: "range", ...SLIDERS[name], value: usual });
-    const shown = field.appendChild(document.createElement("output"));
-    input.oninput = () => { shown.textContent = input.value; };
+    const { unit, ends, ...range } = SLIDERS[name];
+    Object.assign(input, { type: "range", ...range, value: usual, ariaLabel: name });
+    const shown = document.createElement("output");
+    const track = document.createElement("span");
+    track.className = "track";
+    track.append(ends[0], input, ends[1]);
+    field.classList.add("slider");
+    field.append(" ", shown, track);
+    input.oninput = () => { shown.textContent = input.ariaValueText = `${input.value} ${unit}`; };
     input.oninput();
     return field;
   }
-  Object.assign(input, { type: "number", step: integer ? 1 : "any", placeholder: usual ?? "chosen for you" });
+  Object.assign(input, { type: "number", step: integer ? 1 : "any", placeholder: usual ?? "automatic" });
   if (low !== null) input.min = low;
   if (high !== null) input.max = high;
   input.onchange = () => input.classList.toggle("invalid", !input.checkValidity());

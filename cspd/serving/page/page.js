@@ -156,6 +156,7 @@ function makeSide(title, index) {
     own.hidden = !method?.options.length;
     own.querySelector("summary").textContent = `Options of ${choice.value}`;
     own.querySelector(".fields").replaceChildren(...(options?.fields ?? []));
+    if (own.querySelector(".slider")) own.open = true; // such a method is chosen for its slider
     root.querySelector(".about").hidden = !method;
     if (!method) return;
     showTag(root.querySelector(".tag"), method.guarantee, about.guarantees);
