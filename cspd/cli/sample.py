@@ -369,7 +369,7 @@ def _tell_shards(shards: Shards, summary: dict) -> None:
     _print_costs(summary, shards.num)
     if summary.get("restarted"):
         print(f"{summary['restarted']} workers of Ray died and were replaced")
-    print(f"wrote {shards.folder / LIST} (settings, digests), {shards.folder / GRID}, {shards.count} files of images")
+    print(f"wrote {shards.folder / LIST} (settings, digests), {shards.folder / GRID}; shards of images: {shards.count}")
     print(f"for PNGs, an .npz or WebDataset tars: cspd merge {shards.folder}")
 
 
