@@ -36,7 +36,6 @@ from cspd.terminal import if_stopped
 # `cspd bench`: the speed of sampling, end to end, relative to baseline sampling.
 
 SCHEMA = "cspd.bench/2"
-MEMORY_SETTINGS = {"num_iter": 4, "num_sampling_steps": 25}  # for peak memory: fewer, larger iterations than usual
 Accuracy = Callable[[Tensor, Tensor], float]  # images [N, 3, H, W] and labels [N] -> fraction recognised
 
 
@@ -93,7 +92,7 @@ def bench(
         engine: gets as many slots as each batch has images; the window of `speculative` depends on them.
         requests: one for each setting to time, with the first label and seed.
         names, gammas, verify: see `contenders`.
-        queued: also measure the peak memory of this many requests through each number of slots.
+        queued: also measure each contender's peak memory on this many requests through each number of slots.
 
     Returns:
         A JSON-able report, see `format_bench`.
@@ -113,8 +112,11 @@ def bench(
 
     # Memory comes before the timed runs, and small batches first: a peak includes what earlier work left behind.
     memory = []
+    first = {name: contender for name, contender in cases[0][1].items() if contender is not None}
     for batch in sorted(batches):
-        memory += [_memory(engine, requests[0], batch, num) for num in (batch, queued) if num]
+        memory.append(_memory(engine, "ar", first["ar"], batch, batch))
+        if queued:
+            memory += [_memory(engine, name, contender, batch, queued) for name, contender in first.items()]
 
     rows = []
     captures = []
@@ -233,16 +235,20 @@ def _row(name: str, batch: int, request: Request, timed: list[dict], baseline: l
     return row
 
 
-def _memory(engine: Engine, request: Request, batch: int, num: int) -> dict:
-    """Peak memory of `num` short requests through `batch` slots. The images are dropped at once."""
-    family_wide = {option.name for option in COMMON[engine.runner.family]}
-    settings = {name: value for name, value in MEMORY_SETTINGS.items() if name in family_wide}
-    short = with_method(request, "ar").but(**settings)
+def _memory(engine: Engine, name: str, contender: Request, batch: int, num: int) -> dict:
+    """Peak memory of `num` requests through `batch` slots. The images are dropped at once."""
     own = engine.with_slots(batch)
+    num_iter = own.resolve(contender).num_iter  # calibrates first, so that the peak is that of sampling
     reset_peak(engine.device)
-    for _ in own.stream(_requests(engine, short, num)):
+    for _ in own.stream(_requests(engine, contender, num)):
         pass
-    return {"slots": batch, "requests": num, "num_iter": short.num_iter, "peak_bytes": peak_bytes(engine.device)}
+    return {
+        "name": name,
+        "slots": batch,
+        "requests": num,
+        "num_iter": num_iter,
+        "peak_bytes": peak_bytes(engine.device),
+    }
 
 
 # Columns of the report, each shown if a row has a value: title, width, key in the row, format.
@@ -316,7 +322,7 @@ def format_bench(report: dict) -> str:
     lines.append("")
     for peak in report["memory"]:
         settings = f" (K = {peak['num_iter']})" if peak.get("num_iter") else ""
-        work = f"{peak['requests']} requests through {peak['slots']} slots{settings}"
+        work = f"{peak['requests']} requests of {peak['name']} through {peak['slots']} slots{settings}"
         lines.append(f"peak memory, {work}: {peak['peak_bytes'] / 2**20:.0f} MiB")
     lines += report.get("captures", [])
     return "\n".join(lines)

@@ -494,7 +494,7 @@ def _bench(parser: Parser) -> None:
     group.add_argument("--batch", type=count_list, metavar="LIST", default="1,8", help=text)
     text = "timed runs of each configuration (default: %(default)s)"
     group.add_argument("--runs", type=count, metavar="N", default=5, help=text)
-    text = "also report the peak memory of N requests at each batch size"
+    text = "also report the peak memory of N requests by each method at each batch size"
     group.add_argument("--queued", type=count, metavar="N", help=text)
     _add_path(group, "--json", "FILE", "also write the numbers to this file")
     _add_path(group, "--plot", "PNG", "also write a plot of class accuracy against speed-up")

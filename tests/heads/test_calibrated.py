@@ -461,11 +461,6 @@ def test_bench_prints_measured_values_of_all_runs():
         assert second[column].strip() == f"{MEANS[name]:.3f}" and not first[column].strip()
 
 
-def test_bench_measures_memory_without_a_warning(digits, recwarn):
-    assert bench._memory(digits, Request(0, cfg=1.0), 1, 1)["peak_bytes"] > 0
-    assert not list(recwarn)
-
-
 def run(command, out, *more):
     options = ["--num-iter", "2", "--num-sampling-steps", "10", "--cfg", "1", "--num", "2", "--labels", "3,4"]
     assert main([command, "--checkpoint", small_checkpoint(), *options, *more, "--out", str(out)]) == 0
