@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import gc
 import math
 import os
 import platform
@@ -165,10 +166,13 @@ def _cpu_name() -> str:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Starts measuring peak memory again."""
+    """Starts measuring peak memory again, without what earlier work left behind."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
+        with contextlib.suppress(AttributeError, TypeError):  # glibc only
+            ctypes.CDLL(None).malloc_trim(0)  # returns free memory to the system
         with contextlib.suppress(OSError):  # only on Linux, and not in every container
             Path("/proc/self/clear_refs").write_text("5")
 

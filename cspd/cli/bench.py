@@ -110,7 +110,7 @@ def bench(
                 engine.check(contender)
         cases.append((request, timed_requests))
 
-    # Memory comes before the timed runs, and small batches first: a peak includes what earlier work left behind.
+    # Memory comes before the timed runs, and small batches first: a peak includes the caches of earlier work.
     memory = []
     first = {name: contender for name, contender in cases[0][1].items() if contender is not None}
     for batch in sorted(batches):
