@@ -30,8 +30,10 @@ def combination(rng: np.random.Generator, prices, counts: np.ndarray) -> tuple[P
     starts = sorted({*starts, *range(0, len(counts), 12)})  # no distance was priced beyond 16
     refreshes = random_stops(rng, len(starts), rng.choice([1.5, 3, 8]))
     which, head = rng.integers(len(LAZY)), rng.integers(len(prices.head_calls))
-    joining = between(prices.between(prices.joined) * counts / counts.sum())[steps_of(starts, len(counts))].sum()
-    of_rounds = prices.between(prices.lazy[which])[np.ix_(starts, starts)]
+    joining = between(prices.between(prices.joined_anchor, prices.joined_lag) * counts / counts.sum())[
+        steps_of(starts, len(counts))
+    ].sum()
+    of_rounds = prices.between(prices.lazy_anchor[which], prices.lazy_lag[which])[np.ix_(starts, starts)]
     tokens = np.add.reduceat(counts, starts)
     lazy = between(of_rounds * tokens / tokens.sum())[steps_of(refreshes, len(starts))].sum()
     settings = {"rounds": listed(starts), "backbone": "cached", "refreshes": listed(refreshes), **LAZY[which]}

@@ -706,6 +706,20 @@ BUGS = [
         "masked/test_budget.py",
     ),
     Bug(
+        "prices fall with the lag",
+        "cspd/masked/plan.py",
+        "weights=weights).x",
+        "weights=weights, increasing=False).x",
+        "masked/test_budget.py",
+    ),
+    Bug(
+        "the factors of anchors are those of all lags",
+        "cspd/masked/plan.py",
+        "(is_measured @ of_lag + TINY)",
+        "(of_lag.sum() + TINY)",
+        "masked/test_budget.py",
+    ),
+    Bug(
         "an audit takes the exact conditions",
         "cspd/masked/budget.py",
         'if self.batch[0].request.backbone == "full" else conditions',

@@ -25,7 +25,7 @@ from cspd.heads.chain import Rows, Schedule, full_conditions, is_full_call
 from cspd.heads.prices import of_calls, of_conditions
 from cspd.masked.backbones import conditions
 from cspd.masked.orders import timetable
-from cspd.masked.plan import EXACT, JOINED, LAZY, Plan, Prices, RoundCosts, best_plan
+from cspd.masked.plan import EXACT, JOINED, LAZY, Plan, Prices, RoundCosts, best_plan, factors
 from cspd.masked.runner import MARRunner
 from cspd.option import BUDGET, MAR_OPTIONS
 from cspd.request import Request, Sequence
@@ -39,7 +39,7 @@ from cspd.terminal import Advance, counting, no_advance
 # iteration k after a refresh at iteration j, for some j ("anchors"). The tokens of several iterations can also be drawn
 # together, by the conditions z of the first: these do not know the tokens between, and their price is measured alike.
 
-TOKENS, MOST_IMAGES = 512, 8  # of the exact images
+TOKENS, MOST_IMAGES = 1024, 8  # of the exact images
 EVERY = 5  # of the denoising steps, one is evaluated for each token
 HEAD_CALLS = (5, 6, 7, 8, 10, 12, 16, 20, 25, 32, 50)
 NULL_EVERY = (1, 2, 4)
@@ -124,18 +124,18 @@ def measure(replay: Replay, predictor: Predictor, s: Schedule, advance: Advance 
     by_iteration = replay.chains(range(num_iter), commit=True, advance=lambda share: advance(share / 2))
     anchors = anchors_of(num_iter)
     calls, prices_of_calls = _price_calls(replay.runner, joined(by_iteration), predictor, s, advance)
-    lazy, lazy_error = _price_lazy(replay, by_iteration, anchors, s, advance)
-    together, together_error = _price_joined(replay, by_iteration, anchors, s, advance)
+    lazy_anchor, lazy_lag = _price_lazy(replay, by_iteration, anchors, s, advance)
+    joined_anchor, joined_lag = _price_joined(replay, by_iteration, anchors, s, advance)
     head_calls, null_every = np.array(calls, np.int16).T
     return Prices(
         head_calls=head_calls,
         null_every=null_every,
         of_calls=prices_of_calls,
         anchors=np.array(anchors, np.int16),
-        lazy=lazy,
-        lazy_error=lazy_error,
-        joined=together,
-        joined_error=together_error,
+        lazy_anchor=lazy_anchor,
+        lazy_lag=lazy_lag,
+        joined_anchor=joined_anchor,
+        joined_lag=joined_lag,
     )
 
 
@@ -159,41 +159,46 @@ def _price_calls(
 def _price_lazy(
     replay: Replay, by_iteration: Several[Trace], anchors: Several[int], s: Schedule, advance: Advance
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`lazy` and `lazy_error` of `Prices`."""
-    lazy = np.zeros((len(LAZY), len(anchors), len(by_iteration)), np.float32)
-    error = np.zeros(lazy.shape[:2], np.float32)
+    """`lazy_anchor` and `lazy_lag` of `Prices`."""
+    prices = np.zeros((len(LAZY), len(anchors), len(by_iteration)))
     for (row, settings), (column, anchor) in itertools.product(enumerate(LAZY), enumerate(anchors)):
         later = by_iteration[anchor + 1 :]
         if later:
             _, *stale = (z for _, z in replay.conditions(anchor, refreshes=str(anchor), **settings))
-            means, error[row, column] = _price_conditions(replay.runner, later, torch.cat(stale, dim=1), s)
-            lazy[row, column, 1 : 1 + len(later)] = means
-        advance(0.2 / error.size)
-    return lazy, error
+            prices[row, column, 1 : 1 + len(later)] = _price_conditions(
+                replay.runner, later, torch.cat(stale, dim=1), s
+            )
+        advance(0.2 / (len(LAZY) * len(anchors)))
+    of_anchor, of_lag = zip(*(_factors(each, anchors, len(by_iteration)) for each in prices))
+    return np.stack(of_anchor), np.stack(of_lag)
 
 
 def _price_joined(
     replay: Replay, by_iteration: Several[Trace], anchors: Several[int], s: Schedule, advance: Advance
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`joined` and `joined_error` of `Prices`."""
-    together = np.zeros((len(anchors), 1 + JOINED), np.float32)
-    error = np.zeros(len(anchors), np.float32)
+    """`joined_anchor` and `joined_lag` of `Prices`."""
+    prices = np.zeros((len(anchors), 1 + JOINED))
     for column, anchor in enumerate(anchors):
         later = by_iteration[anchor + 1 : anchor + 1 + JOINED]
         if later:
             z = replay.ahead(anchor, anchor + 1 + len(later))
-            means, error[column] = _price_conditions(replay.runner, later, z, s)
-            together[column, 1 : 1 + len(later)] = means
+            prices[column, 1 : 1 + len(later)] = _price_conditions(replay.runner, later, z, s)
         advance(0.1 / len(anchors))
-    return together, error
+    return _factors(prices, anchors, len(by_iteration))
 
 
-def _price_conditions(runner: MARRunner, later: Several[Trace], z: Tensor, s: Schedule) -> tuple[list[float], float]:
-    """The price of other conditions z [G, R, D] at each of several iterations, and the error of their mean."""
+def _price_conditions(runner: MARRunner, later: Several[Trace], z: Tensor, s: Schedule) -> list[float]:
+    """The price of other conditions z [G, R, D] at each of several iterations."""
     chains = joined(later).to(runner.device)
     nats = of_conditions(runner.target.head, chains, z, s, runner.precision, EVERY)
-    by_iteration = nats.split([len(part.seed) for part in later])
-    return [part.mean().item() for part in by_iteration], price_of(nats, chains.seed).error
+    return [part.mean().item() for part in nats.split([len(part.seed) for part in later])]
+
+
+def _factors(by_lag: np.ndarray, anchors: Several[int], num_iter: int) -> tuple[np.ndarray, np.ndarray]:
+    """The factors of prices [A, lags] after anchors, as `Prices` has them."""
+    is_measured = np.array(anchors)[:, None] + np.arange(by_lag.shape[1]) < num_iter
+    of_anchor, of_lag = factors(by_lag, is_measured)
+    return of_anchor.astype(np.float32), of_lag.astype(np.float32)
 
 
 def calls_of(steps: Several[int], null_every: int) -> dict[int, bool]:
@@ -216,7 +221,7 @@ def exact_requests(request: Request, seq_len: int, num_classes: int) -> list[Req
 TIMED = 6  # iterations of which the backbone is timed
 REPEATS = 4
 CALLS = 10  # head calls of the chains that are timed
-COSTS_SCHEMA, PRICES_SCHEMA, PLAN_SCHEMA = "cspd.round_costs/3", "cspd.prices/4", "cspd.plan_price/2"
+COSTS_SCHEMA, PRICES_SCHEMA, PLAN_SCHEMA = "cspd.round_costs/4", "cspd.prices/5", "cspd.plan_price/2"
 
 
 def _timed(work: Any, device: torch.device) -> float:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 
 from cspd.heads.calibration import Price, check_arrays
 from cspd.heads.chain import is_full_call
@@ -18,12 +20,9 @@ from cspd.request import Request
 # refresh the cached backbone, and the head calls: a knapsack over iterations, solved by shortest paths at many exchange
 # rates of nats and seconds.
 
-LAZY: tuple[dict[str, object], ...] = (  # settings of the cached backbone's lazy evaluations
+LAZY: tuple[dict[str, object], ...] = (  # settings of the cached backbone's lazy evaluations: most and least work
     {"retain": 1.0, "select": "change", "kept": "half"},
-    {"retain": 0.5, "select": "change", "kept": "half"},
     {"retain": 0.0, "select": "change", "kept": "half"},
-    {"retain": 0.5, "select": "attention", "kept": "half"},
-    {"retain": 0.0, "select": "attention", "kept": "half"},
 )
 JOINED = 16  # iterations that may be drawn together with the one before them
 
@@ -40,62 +39,75 @@ LARGEST = 1e6  # seconds
 class Prices:
     """Prices in nats per token.
 
+    The price of a token of iteration k by what was evaluated at iteration j < k is a factor of j times a factor of its
+    lag, k - j (see `factors`).
+
     Attributes:
         head_calls, null_every: int16 [H], the settings of `calibrated` that were measured.
         of_calls: float32 [H, 2], their prices and standard errors.
-        anchors: int16 [A], iterations with a full evaluation.
-        lazy: float32 [S, A, K], for each of `LAZY`, of the tokens of the l-th iteration after a refresh at an anchor;
-            0 beyond the last iteration.
-        joined: float32 [A, J], of the tokens of the l-th iteration after an anchor by its conditions, l up to `JOINED`.
-        lazy_error, joined_error: float32 [S, A] and [A], standard errors of the means over the tokens after an anchor.
+        anchors: int16 [A], the iterations j that were measured.
+        lazy_anchor, lazy_lag: float32 [S, A] and [S, K], the factors for each of `LAZY`, if the whole transformer was
+            evaluated at j.
+        joined_anchor, joined_lag: float32 [A] and [1 + J], the factors if a token is drawn by the conditions of
+            iteration j, for lags up to J = `JOINED`.
     """
 
     head_calls: np.ndarray
     null_every: np.ndarray
     of_calls: np.ndarray
     anchors: np.ndarray
-    lazy: np.ndarray
-    lazy_error: np.ndarray
-    joined: np.ndarray
-    joined_error: np.ndarray
+    lazy_anchor: np.ndarray
+    lazy_lag: np.ndarray
+    joined_anchor: np.ndarray
+    joined_lag: np.ndarray
 
     def check(self, num_steps: int) -> None:
         """Raises ValueError unless shapes, types and ranges are right for T = `num_steps` denoising steps."""
-        num_heads, num_anchors, num_iter = self.head_calls.size, self.anchors.size, self.lazy.shape[-1]
+        num_heads, num_anchors, num_iter = self.head_calls.size, self.anchors.size, self.lazy_lag.shape[-1]
         wanted = {
             "head_calls": (np.int16, (num_heads,), 2, num_steps),
             "null_every": (np.int16, (num_heads,), 1, np.inf),
             "of_calls": (np.float32, (num_heads, 2), 0, np.inf),
             "anchors": (np.int16, (num_anchors,), 0, num_iter),
-            "lazy": (np.float32, (len(LAZY), num_anchors, num_iter), 0, np.inf),
-            "lazy_error": (np.float32, (len(LAZY), num_anchors), 0, np.inf),
-            "joined": (np.float32, (num_anchors, 1 + JOINED), 0, np.inf),
-            "joined_error": (np.float32, (num_anchors,), 0, np.inf),
+            "lazy_anchor": (np.float32, (len(LAZY), num_anchors), 0, np.inf),
+            "lazy_lag": (np.float32, (len(LAZY), num_iter), 0, np.inf),
+            "joined_anchor": (np.float32, (num_anchors,), 0, np.inf),
+            "joined_lag": (np.float32, (1 + JOINED,), 0, np.inf),
         }
         check_arrays("prices", vars(self), wanted)
 
-    def between(self, by_lag: np.ndarray) -> np.ndarray:
-        """cost[j, k], nats per token of iteration k after iteration j < k, [K, K].
-
-        Between two anchors it is interpolated at the same distance k - j.
+    def between(self, of_anchor: np.ndarray, of_lag: np.ndarray) -> np.ndarray:
+        """cost[j, k], nats per token of iteration k after iteration j < k, [K, K]; infinite for lags without a price.
 
         Args:
-            by_lag: [A, lags], of the tokens of the l-th iteration after an anchor. Longer distances cost infinitely.
+            of_anchor: [A], interpolated for the iterations between. of_lag: [lags].
         """
-        num_iter, num_lags = self.lazy.shape[-1], by_lag.shape[1]
-        cost = np.triu(np.full((num_iter, num_iter), np.inf), 1)
-        for lag in range(1, min(num_lags, num_iter)):
-            known = np.flatnonzero(self.anchors + lag < num_iter)
-            starts = np.arange(num_iter - lag)
-            cost[starts, starts + lag] = np.interp(starts, self.anchors[known].astype(int), by_lag[known, lag])
-        return cost
+        iterations = np.arange(self.lazy_lag.shape[-1])
+        lag = iterations - iterations[:, None]
+        cost = np.interp(iterations, self.anchors, of_anchor)[:, None] * of_lag[lag.clip(0, len(of_lag) - 1)]
+        return np.triu(np.where(lag < len(of_lag), cost, np.inf), 1)
 
 
-def relative_error(errors: np.ndarray, by_lag: np.ndarray) -> float:
-    """The usual standard error of prices [A], relative to their means over `by_lag` [A, lags]."""
-    means = by_lag.sum(1) / np.maximum((by_lag > 0).sum(1), 1)
-    is_known = means > 0
-    return float(np.median(errors[is_known] / means[is_known])) if is_known.any() else 0.0
+FITS = 20  # of the factors; later ones change nothing in float32
+TINY = 1e-12
+
+
+def factors(by_lag: np.ndarray, is_measured: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The factors of anchors [A] and of lags [lags] of measured prices; those of lags rise, since staleness does.
+
+    A measured price is the mean over the few tokens of an iteration, most of them small and some large. A plan of such
+    means would choose those that came out small by chance. The factors share them: they are fitted by the sums over
+    rows and columns, as the most likely ones of a Poisson model are.
+
+    Args:
+        by_lag: [A, lags]. is_measured: bool [A, lags]; the other prices are 0.
+    """
+    of_anchor = np.ones(len(by_lag))
+    for _ in range(FITS):
+        weights = of_anchor @ is_measured + TINY
+        of_lag = isotonic_regression(by_lag.sum(0) / weights, weights=weights).x
+        of_anchor = by_lag.sum(1) / (is_measured @ of_lag + TINY)
+    return of_anchor, of_lag
 
 
 @dataclass(frozen=True)
@@ -141,8 +153,8 @@ class Plan(NamedTuple):
     """How images are made: settings of a request, and what is predicted of them.
 
     Attributes:
-        settings: of the axes and their options. price: of the whole on other images, or before that the sum of the
-            prices of its parts; 0 if it is exact.
+        settings: of the axes and their options. price: of the whole on other images; before that the sum of the prices
+            of its parts, with an infinite error; 0 if it is exact.
         speedup: of its rounds over those of `ar`; None if nothing was timed.
     """
 
@@ -227,10 +239,14 @@ def plan_refreshes(
 
 
 class Sampler(NamedTuple):
-    """How tokens are drawn: settings, price, and seconds [K, K + 1] for the tokens of iterations i .. j - 1 at once."""
+    """How tokens are drawn.
+
+    Attributes:
+        settings: of a request. nats: price per token. seconds: [K, K + 1], for the tokens of iterations i .. j - 1.
+    """
 
     settings: dict[str, object]
-    price: Price
+    nats: float
     seconds: np.ndarray
 
 
@@ -240,8 +256,8 @@ def samplers(prices: Prices, costs: RoundCosts, rows: np.ndarray, num_steps: int
     Args:
         rows: [K, K + 1], tokens of iterations i .. j - 1 of all images.
     """
-    found = [Sampler(EXACT_HEAD, Price(0.0, 0.0), costs.head(rows, num_steps, 0))]
-    for number, null_every, (nats, error) in zip(prices.head_calls, prices.null_every, prices.of_calls.tolist()):
+    found = [Sampler(EXACT_HEAD, 0.0, costs.head(rows, num_steps, 0))]
+    for number, null_every, (nats, _) in zip(prices.head_calls, prices.null_every, prices.of_calls.tolist()):
         num_full = sum(is_full_call(i, number, null_every) for i in range(number))
         settings = {
             "denoiser": "calibrated",
@@ -249,11 +265,11 @@ def samplers(prices: Prices, costs: RoundCosts, rows: np.ndarray, num_steps: int
             "null_every": int(null_every),
             "corrected": False,
         }
-        found.append(Sampler(settings, Price(nats, error), costs.head(rows, num_full, number - num_full)))
+        found.append(Sampler(settings, nats, costs.head(rows, num_full, number - num_full)))
     return [
         own
         for own in found
-        if not any(other.price < own.price and (other.seconds <= own.seconds).all() for other in found)
+        if not any(other.nats < own.nats and (other.seconds <= own.seconds).all() for other in found)
     ]
 
 
@@ -273,7 +289,7 @@ class Combination(NamedTuple):
 
     Attributes:
         sampler: of the tokens. starts: iterations that begin a round. refreshes: numbers of the rounds that evaluate
-            the whole transformer. lazy: settings of the others. price: sum of the prices of these parts.
+            the whole transformer. lazy: settings of the others. nats: sum of the prices of these parts, per token.
         seconds: of all rounds.
     """
 
@@ -281,7 +297,7 @@ class Combination(NamedTuple):
     starts: tuple[int, ...]
     refreshes: tuple[int, ...]
     lazy: dict[str, object]
-    price: Price
+    nats: float
     seconds: float
 
     def settings(self, num_iter: int) -> dict[str, object]:
@@ -308,9 +324,8 @@ def combinations(
     full = costs.backbone(costs.full, num_iter)
     lazy = [np.minimum(costs.backbone(seconds, num_iter), full) for seconds in costs.lazy]
     rows = num_slots * (counts[:, None] + between(np.broadcast_to(counts, (num_iter, num_iter))))
-    joining, after = prices.between(prices.joined), [prices.between(each) for each in prices.lazy]
-    joining_error = relative_error(prices.joined_error, prices.joined)
-    lazy_error = [relative_error(*pair) for pair in zip(prices.lazy_error, prices.lazy)]
+    joining = prices.between(prices.joined_anchor, prices.joined_lag)
+    after = [prices.between(*pair) for pair in zip(prices.lazy_anchor, prices.lazy_lag)]
 
     @functools.cache  # samplers may share their rounds
     def refresh_plan(starts: tuple[int, ...], which: int, weight: float) -> RefreshPlan:
@@ -321,12 +336,11 @@ def combinations(
     for sampler in samplers(prices, costs, rows, request.num_sampling_steps):
         for weight in WEIGHTS * plain:
             starts, joined_nats, of_head = plan_rounds(joining, counts, np.min(lazy, axis=0), sampler.seconds, weight)
-            price = sampler.price + Price(joined_nats, joined_nats * joining_error)
-            if price.divergence > request.budget:
+            if sampler.nats + joined_nats > request.budget:
                 continue
             for which, settings in enumerate(LAZY):
-                refreshes, nats, seconds = refresh_plan(starts, which, weight)
-                total = price + Price(nats, nats * lazy_error[which])
+                refreshes, lazy_nats, seconds = refresh_plan(starts, which, weight)
+                total = sampler.nats + joined_nats + lazy_nats
                 yield Combination(sampler, starts, refreshes, settings, total, seconds + of_head)
 
 
@@ -344,8 +358,8 @@ def best_plan(
     exact = full + exact_head
     fastest, least = None, WORTH * exact
     for each in combinations(request, prices, costs, counts, num_slots, plain):
-        if each.price.divergence <= request.budget and each.seconds < least:
+        if each.nats <= request.budget and each.seconds < least:
             fastest, least = each, each.seconds
     if fastest is None:
         return Plan(EXACT, Price(0.0, 0.0), plain / exact)
-    return Plan(fastest.settings(len(counts)), fastest.price, plain / least)
+    return Plan(fastest.settings(len(counts)), Price(fastest.nats, math.inf), plain / least)

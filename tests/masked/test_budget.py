@@ -29,7 +29,18 @@ from cspd.masked.budget import (
     planned,
 )
 from cspd.masked.orders import timetable
-from cspd.masked.plan import EXACT, LAZY, Plan, Prices, RoundCosts, best_plan, listed, plan_refreshes, plan_rounds
+from cspd.masked.plan import (
+    EXACT,
+    LAZY,
+    Plan,
+    Prices,
+    RoundCosts,
+    best_plan,
+    factors,
+    listed,
+    plan_refreshes,
+    plan_rounds,
+)
 from cspd.masked.runner import MARRunner
 
 K, T = 6, 8
@@ -81,11 +92,11 @@ def test_prices_are_those_of_single_replays(measured, model):
     with torch.inference_mode():
         chains = replay.chains(range(K))
         _, *stale = replay.conditions(anchor, refreshes=str(anchor), **LAZY[1])
-        for k, (_, z) in enumerate(stale, anchor + 1):
-            nats = of_conditions(model.head, chains[k], z, s, FP32)
-            # a part of the steps was measured: the same up to chance
-            assert prices.lazy[1, 1, k - anchor] == pytest.approx(nats.mean().item(), rel=1.0)
-    assert (prices.lazy[:, :, 0] == 0).all() and prices.lazy[0].max() > 0
+        nats = [
+            of_conditions(model.head, chains[k], z, s, FP32).mean().item() for k, (_, z) in enumerate(stale, anchor + 1)
+        ]
+    # a part of the steps was measured: the same up to chance
+    assert after_anchor(prices.lazy_anchor[1], prices.lazy_lag[1]) == pytest.approx(sum(nats), rel=0.5)
     assert prices.of_calls.shape == (len(prices.head_calls), 2)
     prices.check(T)
 
@@ -106,6 +117,7 @@ def test_prices_of_joined_iterations(measured, model):
         chains = replay.chains(range(K))
         runner = replay.runner
         rows = replay.rows(anchor)
+        total = 0.0
         for k in range(anchor + 1, K):
             committed = rows.committed[0]
             first = runner.seq_len - int(runner.num_masked(replay.batch[0].request)[k - 1])
@@ -115,26 +127,51 @@ def test_prices_of_joined_iterations(measured, model):
             together = replay.ahead(anchor, K)
             before = sum(len(chains[i].seed) for i in range(anchor + 1, k))
             assert torch.allclose(together[:, before : before + len(chains[k].seed)], z, atol=1e-4)
-            nats = of_conditions(model.head, chains[k], z, s, FP32)
-            assert prices.joined[1, k - anchor] == pytest.approx(nats.mean().item(), rel=1.0)
+            total += of_conditions(model.head, chains[k], z, s, FP32).mean().item()
+    assert after_anchor(prices.joined_anchor, prices.joined_lag) == pytest.approx(total, rel=0.5)
+
+
+def after_anchor(of_anchor, of_lag) -> float:
+    """The sum of the prices of all lags after the second anchor, which factors keep."""
+    return of_anchor[1] * of_lag[: K - anchors_of(K)[1]].sum()
 
 
 def test_prices_between_anchors_are_interpolated():
-    lazy = np.zeros((len(LAZY), 2, 5), np.float32)
-    lazy[0, 0] = [0, 1, 2, 3, 4]
-    lazy[0, 1] = [0, 3, 6, 0, 0]
-    nothing = np.zeros(1, np.int16)
-    prices = Prices(
-        nothing, nothing, np.zeros((1, 2)), np.array([0, 2], np.int16), lazy, lazy[..., 0], lazy[0], nothing
-    )
-    assert prices.between(lazy[0]).tolist() == [
+    nothing, anchors = np.zeros(1, np.int16), np.array([0, 2], np.int16)
+    by_lag = np.array([[0, 1, 2, 3, 4]])
+    prices = Prices(nothing, nothing, np.zeros((1, 2)), anchors, nothing, by_lag, nothing, nothing)
+    of_anchor = np.array([1, 3])
+    assert prices.between(of_anchor, by_lag[0]).tolist() == [
         [0, 1, 2, 3, 4],
-        [0, 0, 2, 4, 3],  # a distance that was measured after the first anchor only: its price
+        [0, 0, 2, 4, 6],
         [0, 0, 0, 3, 6],
         [0, 0, 0, 0, 3],
         [0, 0, 0, 0, 0],
     ]
-    assert prices.between(lazy[0][:, :3])[0].tolist() == [0, 1, 2, np.inf, np.inf]
+    assert prices.between(of_anchor, by_lag[0, :3])[0].tolist() == [0, 1, 2, np.inf, np.inf]
+
+
+def test_factors_are_those_of_products():
+    """Each anchor with lags up to the end; longer lags do not cost less, whatever was measured."""
+    of_anchor, of_lag = np.array([2.0, 1.0, 0.5]), np.array([0.0, 1.0, 1.5, 4.0, 4.0])
+    is_measured = np.arange(3)[:, None] + np.arange(5) < 5
+    found = factors(np.outer(of_anchor, of_lag) * is_measured, is_measured)
+    assert np.outer(*found) == pytest.approx(np.outer(of_anchor, of_lag), rel=1e-3)
+    falling = np.array([[0.0, 1.0, 3.0, 2.0, 5.0]])
+    found = factors(falling, np.ones((1, 5), bool))
+    assert np.outer(*found) == pytest.approx(np.array([[0, 1, 2.5, 2.5, 5]]))
+    assert not np.outer(*factors(0 * falling, np.ones((1, 5), bool))).any()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_factors_err_less_than_single_prices(seed):
+    """Of means over few tokens that are small mostly: the expected prices come back several times closer."""
+    rng = np.random.default_rng(seed)
+    expected = np.outer(rng.uniform(0.5, 2, 9), np.arange(17) ** 1.2)
+    measured = expected * rng.gamma(0.25, 4, expected.shape)
+    of_anchor, of_lag = factors(measured, np.ones(expected.shape, bool))
+    error = np.abs(np.outer(of_anchor, of_lag) - expected).mean()
+    assert error < np.abs(measured - expected).mean() / 2
 
 
 def subsets() -> list[tuple[int, ...]]:
