@@ -292,10 +292,10 @@ class FairLock:
 
 # Requests are read as slots become free; a bar shows how far they are.
 
-DECODING = 0.1  # of an image, in the bar; its tokens are the rest
+DECODING = 0.02  # of an image, in the bar; its tokens are the rest
 NAMED = 3  # requests with the same error that are named one by one
 Item = tuple[int, Output]  # the index of a request, and its output
-# (request, fraction of its tokens that are committed, a function that makes a preview)
+# (request, fraction of its work that is done, a function that makes a preview)
 OnProgress = Callable[[Request, float, Callable[[], "Image.Image | None"]], object]
 Indexed = tuple[int, Request | Prepared]
 
@@ -312,42 +312,32 @@ def _read(requests: Iterator[Indexed], most: int) -> tuple[list[Indexed], ValueE
 
 
 class _Bar:
-    """A progress bar of images, or of tokens if there is a single image."""
+    """A progress bar of images."""
 
     def __init__(self, is_shown: bool, total: int | None) -> None:
         self._is_shown = is_shown
         self._total = total
-        self._is_of_tokens = total == 1
         self._bar: tqdm | None = None
 
     def show(self, finished: int, running: Collection[Sequence]) -> None:
-        """Shows `finished` images and the committed fraction of the running ones."""
+        """Shows `finished` images and the done fraction of the running ones."""
         if not self._is_shown:
             return
         if self._bar is None:
             if not running:
                 return
-            self._bar = self._begun(next(iter(running)).seq_len)
-        fraction = sum(sequence.fraction_done for sequence in running)
-        if self._is_of_tokens:
-            self._bar.n = (finished + fraction) * self._bar.total
-        else:
-            self._bar.n = finished + fraction * (1 - DECODING)
+            form = "{n:.1f} images [{elapsed}, {rate_fmt}]"
+            if self._total:
+                form = "{l_bar}{bar}| {n:.1f}/{total} images [{elapsed}<{remaining}, {rate_fmt}]"
+            # The remaining time follows from the mean rate: images that begin or end together make the latest rate a
+            # bad estimate. tqdm's own `miniters` would skip updates without smoothing.
+            self._bar = tqdm(total=self._total, unit=" image", bar_format=form, smoothing=0, miniters=0)
+        self._bar.n = finished + sum(sequence.fraction_done for sequence in running) * (1 - DECODING)
         self._bar.update(0)
-
-    def _begun(self, seq_len: int) -> tqdm:
-        if self._is_of_tokens:
-            total, unit, counted = seq_len, "token", "{n:.0f}/{total}"
-        elif self._total:
-            total, unit, counted = self._total, "image", "{n:.1f}/{total}"
-        else:
-            return tqdm(bar_format="{n:.1f} images [{elapsed}, {rate_fmt}]", unit=" image")
-        form = f"{{l_bar}}{{bar}}| {counted} {unit}s [{{elapsed}}<{{remaining}}, {{rate_fmt}}]"
-        return tqdm(total=total, unit=f" {unit}", bar_format=form)
 
     def add_decoded(self, count: int) -> None:
         """Counts images that were decoded in the middle of a round."""
-        if self._bar is not None and not self._is_of_tokens:
+        if self._bar is not None:
             self._bar.update(DECODING * count)
 
     def close(self) -> None:
@@ -750,9 +740,10 @@ class Engine:
         that is left early cancels its requests. Several streams, also in several threads, share the slots.
 
         Args:
-            progress: show a bar of images, or of the tokens of a single one.
-            on_progress: called as (request, fraction, preview) for each running request, every `every` rounds:
-                `preview()` returns a PIL image of the committed tokens, and costs nothing unless it is called.
+            progress: show a bar of images.
+            on_progress: called as (request, fraction of its work that is done, preview) for each running request, every
+                `every` rounds. `preview()` returns a PIL image of the committed tokens, and costs nothing unless it is
+                called.
 
         Raises:
             ValueError: `every` is not an integer above 0; or a request is bad, when it is read: the requests before it

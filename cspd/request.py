@@ -686,6 +686,7 @@ class Sequence:
         uses: the models that the method needs in addition to the target, see `cspd.method.Method`.
         inbox: receives the result of the request, see `cspd.engine`.
         num_committed: tokens that have their final value, given tokens included.
+        schedule: `num_committed` after each iteration, if it is known beforehand.
         num_under_way: tokens whose denoising chains have begun but not ended. `num_started` counts them and the
             committed ones; together these are the first tokens of the generation order.
         reached: `num_started` after each iteration.
@@ -709,6 +710,7 @@ class Sequence:
     iteration: int = 0
     num_committed: int = 0
     num_under_way: int = 0
+    schedule: list[int] = field(default_factory=list)
     reached: list[int] = field(default_factory=list)
     audits: list[float] = field(default_factory=list)
     stats: RoundStats = field(default_factory=RoundStats)
@@ -722,11 +724,17 @@ class Sequence:
 
     @property
     def fraction_done(self) -> float:
-        """The committed fraction of the generated tokens, 0..1."""
+        """The fraction of the work that is done, 0..1: the mean of the fractions of iterations and of tokens.
+
+        The work of a MAR iteration grows with its tokens, but the first ones, which commit few, take time too.
+        """
         # Given tokens are committed from the start, and are no progress.
         num_generated = self.request.num_generated(self.seq_len)
         num_given = self.seq_len - num_generated
-        return max(0, self.num_committed - num_given) / num_generated
+        of_tokens = max(0, self.num_committed - num_given) / num_generated
+        committed = [num_given, *(self.schedule or [self.seq_len])]
+        of_iterations = np.interp(self.num_committed, committed, np.linspace(0, 1, len(committed)))
+        return float(of_iterations + of_tokens) / 2
 
     def iteration_of(self, rank: int) -> int:
         """The iteration, from 1, that committed token `rank`, from 0, of the generation order."""

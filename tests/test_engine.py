@@ -462,8 +462,8 @@ DRAFTING = {"method": "cspd", "gamma": 8, "verify": "sequential", "num_sampling_
 
 @pytest.mark.filterwarnings("ignore:a chain of")
 @pytest.mark.parametrize("settings", [SHARED, SLOWER, DRAFTING], ids=["ar", "speculative", "cspd"])
-def test_progress_is_the_fraction_of_committed_tokens(settings):
-    """Tokens that were begun, or drafted and rejected, do not count: at every call, those that stay do."""
+def test_progress_is_the_mean_of_the_fractions_of_iterations_and_of_tokens(settings):
+    """Tokens that were begun, or drafted and rejected, do not count. A method that drafts has tokens only."""
     engine = Engine(MARModels(toy_mar(), toy_mar(depth=2)), max_batch=4, device="cpu")
     requests = requests_of(0, 4, settings)
     seen, under_way = [], 0
@@ -475,12 +475,23 @@ def test_progress_is_the_fraction_of_committed_tokens(settings):
                 (tokens,), _ = engine.runner.so_far(sequence)
                 under_way += sequence.num_under_way
                 assert sequence.num_started - sequence.num_under_way == sequence.num_committed
-                seen.append((request.seed, fraction, tokens))
+                num_iter = sequence.request.num_iter
+                of_iterations = (sequence.iteration - (sequence.num_under_way > 0)) / num_iter
+                seen.append((request.seed, fraction, of_iterations, tokens))
 
     outputs = engine.generate(requests, on_progress=watch)
-    for seed, fraction, tokens in seen:
+    for seed, fraction, of_iterations, tokens in seen:
         stays = (tokens == outputs[seed].tokens).all(-1)
-        assert fraction == stays.float().mean() and torch.equal(tokens.any(-1), stays)
+        of_tokens = stays.float().mean().item()
+        if settings is SHARED:
+            assert fraction == pytest.approx((of_iterations + of_tokens) / 2)
+        elif settings is DRAFTING:
+            assert fraction == pytest.approx(of_tokens)
+        else:  # chains of an iteration end one by one
+            assert (
+                (of_iterations + of_tokens) / 2 <= fraction <= (of_iterations + 1 / SLOWER["num_iter"] + of_tokens) / 2
+            )
+        assert torch.equal(tokens.any(-1), stays)
     assert len(seen) >= 12 and (under_way > 0) == (settings is SLOWER)
 
 
@@ -647,11 +658,9 @@ def test_the_bar_moves_while_images_are_decoded(small_mar, monkeypatch, num):
     engine.generate([Request(1, i, "ar", num_iter=2, num_sampling_steps=2) for i in range(num)], progress=True)
     shown = Watched.shown
     assert shown == sorted(shown)
-    if num == 1:
-        assert shown[-1] == engine.runner.seq_len  # tokens
-    else:
-        steps = [after - before for before, after in itertools.pairwise(shown)]
-        assert steps.count(pytest.approx(2 * cspd_engine.DECODING)) == 2 and shown[-1] == num  # 3, 2 and 2 images
+    steps = [after - before for before, after in itertools.pairwise(shown)]
+    # of 7 images: 3, 2 and 2
+    assert steps.count(pytest.approx(2 * cspd_engine.DECODING)) == (2 if num == 7 else 0) and shown[-1] == num
 
 
 def test_a_bar_of_endless_requests_counts_on(small_mar):

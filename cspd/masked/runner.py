@@ -194,6 +194,10 @@ class MARRunner:
         """Prepares the slots of sequences that are about to run."""
         if not sequences:
             return
+        for sequence in sequences:
+            # a method that drafts `gamma` tokens in each round has no use for the timetable
+            if not sequence.request.gamma:
+                sequence.schedule = (self.seq_len - self.num_masked(sequence.request)).tolist()
         # sequences with the same kind of order next to each other, so that each kind is arranged in one call
         by_order = defaultdict(list)
         for sequence in sequences:

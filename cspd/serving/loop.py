@@ -40,7 +40,7 @@ def shown(output: Output, share: float) -> dict:
     """The state of an image for the page, finished or not.
 
     Args:
-        share: the committed fraction of its tokens, 0..1.
+        share: the fraction of its work that is done, 0..1.
 
     Returns:
         "share"; "image", a data link; "token_cost", a list with None for NaN; "guarantee"; "seconds" of its rounds, and
