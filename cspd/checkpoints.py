@@ -69,8 +69,8 @@ def fetched(name: str, targets: Collection[str], companions: Collection[str]) ->
         found = [file for file in files if _is_in(file, inside, targets)]
     if not found:
         raise CheckpointError(
-            f"{name} is no local path, and on the hub it has none of {', '.join(targets)}. To use a transformers model,"
-            f" fetch it first: hf download {repo} --local-dir {repository}"
+            f"{name} is not a local path, and on the Hugging Face Hub it has none of {', '.join(targets)}. To use a"
+            f" transformers model, fetch it first: hf download {repo} --local-dir {repository}"
         )
     if len(found) > 1:
         names = ", ".join(f"{repo}/{file}" for file in found)
@@ -93,7 +93,9 @@ def _listed(repo: str) -> list[str]:
     try:
         return HfApi().list_repo_files(repo)
     except RepositoryNotFoundError:
-        raise CheckpointError(f"{repo} is no local path and no repository on the hub: check its name") from None
+        raise CheckpointError(
+            f"{repo} is neither a local path nor a repository on the Hugging Face Hub: check its name"
+        ) from None
     except Exception as error:  # no network, or offline by choice: the client has an error for each
         folder = _folder(repo, None, error)
     cached = filter(Path.is_file, folder.rglob("*"))
@@ -112,7 +114,9 @@ def _folder(repo: str, files: list[str] | None, why: Exception | None = None) ->
     except Exception as error:
         why = why or error
         reason = (str(why) or type(why).__name__).splitlines()[0]
-        raise CheckpointError(f"{repo} is no local path, and the hub cannot be reached: {reason}") from why
+        raise CheckpointError(
+            f"{repo} is not a local path, and the Hugging Face Hub cannot be reached: {reason}"
+        ) from why
 
 
 # From a checkpoint's name or path to its files.

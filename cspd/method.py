@@ -481,7 +481,7 @@ def _check_options(request: Request, method: Method) -> None:
     owners = [other for other in METHODS if name in _options_of(other)]
     related = [other.name for other in owners if other.family == method.family]
     if related:
-        raise ValueError(f"{given} is not an option of {method.name!r}: it belongs to {', '.join(related)}")
+        raise ValueError(f"{given} is not an option of {method.name!r}: omit it, or use method {' or '.join(related)}")
     remedy = f"omit {name}{_other_models(owners)}"
     raise ValueError(f"{given} is not a setting of {method.family} models: {remedy}")
 
