@@ -143,6 +143,6 @@ def test_a_window_of_0_is_explained(tmp_path, capsys):
     assert main(command) == 0
     shown = capsys.readouterr()
     assert "window 0: nothing was drafted: temperature=1.0, num_sampling_steps=2" in shown.out
-    assert "/64 tokens [" in shown.err
+    assert "/1 images [" in shown.err
     assert main(command) == 0  # nothing is left to do: no progress bar
     assert "[" not in capsys.readouterr().err
