@@ -37,7 +37,7 @@ def count_vq(engine: Engine) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=sorted(bundled()), help="bundled models (default: all)")
     for name in parser.parse_args().names:
         folder = bundled()[name] / CALIBRATION

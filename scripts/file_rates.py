@@ -5,6 +5,7 @@ Times are of the process, not of the clock, so that other programs do not matter
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +49,7 @@ def images_of(side: int) -> torch.Tensor:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     print(f"{'images a second':<16} {'PNG':>8} {'shard':>8} {'tar':>8} {'digest':>8}   bytes: PNG, pixels")
     with tempfile.TemporaryDirectory() as folder:

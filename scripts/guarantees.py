@@ -5,6 +5,7 @@ python scripts/guarantees.py
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import matplotlib
@@ -28,6 +29,7 @@ MODES = ((-1.0, 0.6), (1.2, 0.5))
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     x = np.linspace(-3.2, 3.2, 400)
     target = density(x)
     figure, axes = plt.subplots(1, 4, figsize=(11, 2.4), dpi=90, sharey=True)

@@ -7,6 +7,7 @@ rejection, and the distribution of the committed token. "drawn" tokens are those
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 
@@ -66,6 +67,7 @@ def residual(rule: Rule, P: Tensor, Q: Tensor, f: Tensor, x: Tensor, near: Tenso
 
 @torch.inference_mode()
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     engine, P_all, Q_all = drafts()
     tokenizer = engine.runner.models["tokenizer"]
     print("delta    k  drafted  TV of G   committed: paper  its bound  released")

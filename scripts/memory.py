@@ -5,6 +5,7 @@ python scripts/memory.py && python scripts/results.py
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def of_model(name: str) -> tuple[nn.Module, int]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rows = []
     for name in MODELS:
         model, per_slot = of_model(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import warnings
 
 from safetensors.torch import save_file
@@ -10,6 +11,7 @@ from cspd.gpu_check.cases import CHECKED, CPU, RECORD, generated
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     warnings.simplefilter("ignore")  # about settings that are unusual, which these are
     images = {}
     for family, name in CHECKED:

@@ -288,9 +288,8 @@ def _edit(parser: Parser) -> None:
 def _serve(parser: Parser) -> None:
     parser.description = (
         "Serves a web page: pick a class or write a prompt, and watch two methods generate the image side by\n"
-        "side. Programs use it by the shapes of OpenAI's image API, at /v1. Each model has one engine, whose\n"
-        "slots are shared by the requests of all clients. It needs FastAPI and others:\n"
-        "pip install 'cspd[serve]'."
+        "side. Programs send the requests of OpenAI's image API, at /v1. Each model has one engine, which all\n"
+        "clients share. It needs: pip install 'cspd[serve]'."
     )
     parser.epilog = """\
 examples:
@@ -316,7 +315,7 @@ Users can paint over an image to regenerate that part. More in docs/serve.md.
     group.add_argument("--host", type=word, default="127.0.0.1", metavar="ADDRESS", help=text)
     text = (
         "generate images only for clients that send this key. The environment variable CSPD_API_KEY does the same, and"
-        " other users of this machine cannot read it"
+        " other users of this machine cannot read it (default: no key is needed)"
     )
     # the help does not show the default, which may be a key
     group.add_argument("--api-key", type=api_key, default=os.environ.get(API_KEY), metavar="KEY", help=text)
@@ -506,16 +505,17 @@ def _bench(parser: Parser) -> None:
 
 def _gpu_check(parser: Parser) -> None:
     parser.description = (
-        "Checks that this GPU computes the same as a CPU and that no round makes one wait for the other, and\n"
+        "Checks that this GPU computes the same as a CPU and that neither waits for the other in a round, and\n"
         "times all official model sizes with random weights; no files are needed. Each result is written to\n"
         "--out at once. Run the same command again to resume an interrupted check. The exit status is 1 if a\n"
         "case failed or was lost."
     )
+    parser.epilog = "examples:\n  cspd gpu-check\n  cspd gpu-check --tiny --device cpu --out tiny.json"
     group = parser.add_argument_group("check")
     text = "the report (default: %(default)s)"
     group.add_argument("--out", type=path_argument, metavar="FILE", default=Path("gpu.json"), help=text)
     text = (
-        "time budget for the whole check; cases that do not fit are reported as skipped, and run when the command is"
+        "minutes for the whole check; cases that do not fit are reported as skipped, and run when the command is"
         " repeated (default: %(default)s)"
     )
     group.add_argument("--minutes", type=whole(1, MOST_MINUTES), metavar="N", default=9, help=text)
@@ -565,6 +565,7 @@ def _verify(parser: Parser) -> None:
         "Checks every image in a folder of cspd against its digest: PNGs, shards or tars. The exit status is 1\n"
         "if an image is missing or damaged."
     )
+    parser.epilog = "example:\n  cspd verify samples/"
     group = parser.add_argument_group("images")
     text = "folder of `cspd sample`, `cspd evaluate` or `cspd merge`, or a URL"
     group.add_argument("folder", type=word, metavar="FOLDER", help=text)
@@ -574,6 +575,9 @@ def _methods(parser: Parser) -> None:
     parser.description = (
         "Lists the methods: the models they sample from, their guarantee, what they need, and their papers."
     )
+    parser.epilog = (
+        "examples:\n  cspd methods\n  cspd sample --help calibrated\n      the options of one of these methods"
+    )
     group = parser.add_argument_group("form")
     group.add_argument("--markdown", action="store_true", help="print the table in docs/methods.md")
     group.add_argument("--options", action="store_true", help="print the table of all options in docs/reference.md")
@@ -581,7 +585,8 @@ def _methods(parser: Parser) -> None:
 
 
 def _env(parser: Parser) -> None:
-    parser.description = "Prints versions, the device and the bundled models: paste it into a report of a bug."
+    parser.description = "Prints versions, the device and the bundled models: paste it into a bug report."
+    parser.epilog = "example:\n  cspd env"
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
@@ -597,7 +602,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "gpu-check": ("check the correctness and speed of this GPU", _gpu_check),
     "calibrate": ("calibrate a method ahead of its first use", _calibrate),
     "methods": ("list the methods and their guarantees", _methods),
-    "env": ("print versions and the device, for reports of bugs", _env),
+    "env": ("print versions and the device, for bug reports", _env),
 }
 
 
