@@ -177,7 +177,7 @@ def _sureness(report: dict, name: str) -> str:
     if name == "accuracy":
         note = f"recognised as their class, {note}"
     resolution = report[f"{name}_resolution"]
-    if resolution is None:
+    if not resolution:  # too few images, or all of them alike: an accuracy of 100 %
         return note
     note += f"; differences under {format(resolution, form)} cannot be told with {report['num']:,} images"
     needed = report[f"{name}_needed"]

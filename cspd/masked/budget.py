@@ -121,7 +121,7 @@ def measure(replay: Replay, predictor: Predictor, s: Schedule, advance: Advance 
         s: their schedule. advance: called with each share of the work, 1 in all.
     """
     num_iter = replay.num_iter
-    by_iteration = replay.chains(range(num_iter), commit=True, advance=lambda share: advance(share / 2))
+    by_iteration = replay.chains(range(num_iter), commit=True, advance=lambda share: advance(0.3 * share))
     anchors = anchors_of(num_iter)
     calls, prices_of_calls = _price_calls(replay.runner, joined(by_iteration), predictor, s, advance)
     lazy_anchor, lazy_lag = _price_lazy(replay, by_iteration, anchors, s, advance)
@@ -152,7 +152,7 @@ def _price_calls(
         calls = calls_of(plan_of(predictor.skip_cost, number).steps, null_every)
         nats = of_calls(runner.target.head, some, some.z, s, *predicted, calls, runner.precision)
         prices.append(price_of(nats, some.seed))
-        advance(0.2 / len(pairs))
+        advance(0.25 / len(pairs))
     return pairs, np.array(prices, np.float32)
 
 
@@ -168,7 +168,7 @@ def _price_lazy(
             prices[row, column, 1 : 1 + len(later)] = _price_conditions(
                 replay.runner, later, torch.cat(stale, dim=1), s
             )
-        advance(0.2 / (len(LAZY) * len(anchors)))
+        advance(0.4 / (len(LAZY) * len(anchors)))
     of_anchor, of_lag = zip(*(_factors(each, anchors, len(by_iteration)) for each in prices))
     return np.stack(of_anchor), np.stack(of_lag)
 
@@ -183,7 +183,7 @@ def _price_joined(
         if later:
             z = replay.ahead(anchor, anchor + 1 + len(later))
             prices[column, 1 : 1 + len(later)] = _price_conditions(replay.runner, later, z, s)
-        advance(0.1 / len(anchors))
+        advance(0.05 / len(anchors))
     return _factors(prices, anchors, len(by_iteration))
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import isotonic_regression
 
 from cspd.heads.calibration import Price, check_arrays
 from cspd.heads.chain import is_full_call
@@ -102,6 +101,8 @@ def factors(by_lag: np.ndarray, is_measured: np.ndarray) -> tuple[np.ndarray, np
     Args:
         by_lag: [A, lags]. is_measured: bool [A, lags]; the other prices are 0.
     """
+    from scipy.optimize import isotonic_regression  # a fifth of a second, and only this needs it
+
     of_anchor = np.ones(len(by_lag))
     for _ in range(FITS):
         weights = of_anchor @ is_measured + TINY
