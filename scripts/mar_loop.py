@@ -30,6 +30,7 @@ SETTINGS = {
     "lazymar": {"method": "lazymar"},
     "lazymar + calibrated": {"method": "lazymar", "denoiser": "calibrated"},
     "budget 0.3": {"budget": 0.3},
+    "budget 0.5": {"budget": 0.5},
     "budget 1": {"budget": 1.0},
     "budget 3": {"budget": 3.0},
 }
