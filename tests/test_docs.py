@@ -20,6 +20,7 @@ from cspd.cli.listing import options_table
 from cspd.discrete.drafts import DRAFTS
 from cspd.heads.chain import DENOISERS
 from cspd.method import METHODS
+from mar.checkpoint import MARS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -81,8 +82,8 @@ def commands() -> list[tuple[str, list[str]]]:
 
 @pytest.fixture
 def registries():
-    """Methods of plug-ins are registered for one test only."""
-    kept = [(registry, dict(registry)) for registry in (DENOISERS, DRAFTS)]
+    """Methods and sizes of plug-ins are registered for one test only."""
+    kept = [(registry, dict(registry)) for registry in (DENOISERS, DRAFTS, MARS)]
     methods = list(METHODS)
     yield
     METHODS[:] = methods
@@ -152,9 +153,20 @@ def test_blocks_have_a_language_and_known_titles():
         assert not block.title or block.title in TITLES, f"{block.page.name}: {block.title}"
 
 
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A folder as a reader has it: the repository's files, and the plugin that a guide says to write."""
+    folder = tmp_path_factory.mktemp("clone")
+    for entry in ROOT.iterdir():
+        (folder / entry.name).symlink_to(entry)
+    (plugin,) = (block for block in blocks() if block.page.name == "finetuned.md" and block.language == "python")
+    (folder / "flowers.py").write_text(plugin.text)
+    return folder
+
+
 @pytest.mark.parametrize("page, arguments", commands(), ids=lambda value: value if isinstance(value, str) else "")
-def test_commands_parse(page, arguments, registries, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_commands_parse(page, arguments, registries, clone, monkeypatch):
+    monkeypatch.chdir(clone)
     assert isinstance(_parse(arguments), argparse.Namespace)
 
 
