@@ -33,6 +33,7 @@ SETTINGS = {
     "budget 0.5": {"budget": 0.5},
     "budget 1": {"budget": 1.0},
     "budget 3": {"budget": 3.0},
+    "ddim, 6 calls, K = 6": {"method": "ddim", "head_calls": 6, "num_iter": 6},
 }
 
 
@@ -116,7 +117,7 @@ def main() -> None:
     runs: dict[str, Callable] = {THEIRS: sample_theirs}
     for name, settings in SETTINGS.items():
         requests = [
-            Request(i % 10, seed=i, num_iter=args.num_iter, cfg=args.cfg, **settings) for i in range(args.batch)
+            Request(i % 10, seed=i, cfg=args.cfg, **{"num_iter": args.num_iter, **settings}) for i in range(args.batch)
         ]
         engine.generate(requests)  # calibrates and measures costs
         runs[name] = partial(engine.generate, requests)
