@@ -377,12 +377,54 @@ def released_residual(P: Tensor, Q: Tensor, x: Tensor, near: Tensor, limit: Tens
     return _norm(P - emptied, 1 / P.shape[-1])
 
 
+# Why the bound holds: Theorem 2 of COOL-SD (arXiv 2601.09212) proves it for chains, this also for trees and Jacobi
+# windows.
+#
+# One position. Let P_1 = P be the target's distribution and x_1, x_2, ... the candidates in the order of verification. For every
+# draft:
+#
+# * Given that x_1 .. x_{k-1} were rejected, x_k follows Q_k: Q without the earlier siblings, renormalised, or a point
+#   mass (chosen, EAGLE-2).
+# * x_k is accepted with probability f_k(x_k), else the distribution to sample from becomes P_{k+1} = G(P_k, Q_k, f_k).
+#
+# Let D_k(h) be the TV of the committed token from P_k(h), given the rejected candidates h. Verifying x_k commits with
+# the sub-distribution Q_k f_k and leaves mass r. The local term b_k is the TV of Q_k f_k + r G from P_k. After a
+# rejection, the next step is off from G by D_{k+1}(h, x_k). So
+#
+#     D_k(h) <= b_k(h) + E[ 1{x_k rejected} D_{k+1}(h, x_k) ].
+#
+# After the last candidate G itself is sampled, so D = 0. Hence D_1 <= E[sum of b over the verified candidates], where
+# b is
+#
+# * for G* = norm([P - Q f]+): sum_x [Q f - P]+;
+# * for LANTERN's G = norm([P_A - Q]+), which depends on the rejected x, the same. Let R = sum_x Q (1 - f), and Z_x =
+#   sum [P_A - Q]+ = sum [Q - P_A]+. At x, [Q - P_A]+ = Q (1 - f); elsewhere P_A <= P, so [Q - P_A]+ >= [Q - P]+ >= Q
+#   (1 - f). Hence Z_x >= R. A token y with P > Q gets at most [P - Q]+(y) sum_x Q(x) (1 - f(x)) / Z_x <= [P - Q]+(y)
+#   on top of Q f <= Q: no excess. A token with P <= Q gets nothing more;
+# * for norm([P - Q]+) if f may be below min(1, P/Q) (COOL-SD's eq. 6 with omega < 1, and GSD): the full TV between Q f
+#   + r G and P.
+#
+# A whole image. Let H_i hold all samples for positions before i, and let the token committed at i, given H_i, be within D_i of the
+# target's distribution. Couple the two sequences to stay equal as long as possible. They part at i with probability at
+# most E[D_i], so the TV is at most sum_i E[D_i]. The facts above hold given H_i, since every decision has a random
+# number of its own:
+#
+# * Chain. If i is verified, the drafted tokens before x_i are the committed ones. Drafts after a rejection are
+#   dropped.
+# * Tree. A static tree's siblings come from one distribution, in a number that does not depend on their values. A
+#   dynamic tree is a function of the committed tokens.
+# * Jacobi window. Tokens after a rejection are resampled or kept by the exact rule, so each follows the recorded Q,
+#   the target's distribution after the *old* tokens before it. The relaxed rule verifies each token once. The
+#   positions before i decide which round commits i. SJD-PAC samples siblings from Q without the first path's token.
+# * Same-image coupling. The token is the target's own sample: D_i = 0.
+
+
 def bound(P: Tensor, Q: Tensor, f: Tensor, G: Tensor | None = None) -> Tensor:
     """The total variation [...] between P and the token that verifying one draft commits: the local term of COOL-SD's
     Theorem 2.
 
     Without G it is sum [Q f - P]+: for G*, and for lantern's own G, which depends on the rejected token
-    (docs/exactness.md).
+    (see above).
     """
     committed = Q * f
     if G is not None:
