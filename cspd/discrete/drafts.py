@@ -314,7 +314,7 @@ def _streams(num_nodes: int, num_positions: int, device: torch.device) -> tuple[
 # With same-image coupling the target samples a token after every node, by the request's own draws, and only drafted
 # tokens that equal its samples are accepted: the images are those of `ar`.
 #
-# Guarantee: that of the rule (`cspd.discrete.rules`), whatever the draft; see docs/exactness.md.
+# Guarantee: that of the rule (`cspd.discrete.rules`), whatever the draft.
 
 
 def run_drafted_round(runner: VQRunner, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:

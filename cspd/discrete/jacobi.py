@@ -316,7 +316,7 @@ def _likeliest_siblings(left: Tensor, comb: Comb) -> Tensor:
 #
 # The window is a comb: siblings are children of the first path and have none of their own, since the paper's full
 # K-ary tree (84 nodes at K = 4, D = 3) does not fit into a window of 64. Guarantee: that of the rule, see
-# docs/exactness.md.
+# `cspd.discrete.rules`.
 
 
 def run_jacobi_round(runner: VQRunner, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:

@@ -380,8 +380,8 @@ def released_residual(P: Tensor, Q: Tensor, x: Tensor, near: Tensor, limit: Tens
 # Why the bound holds: Theorem 2 of COOL-SD (arXiv 2601.09212) proves it for chains, this also for trees and Jacobi
 # windows.
 #
-# One position. Let P_1 = P be the target's distribution and x_1, x_2, ... the candidates in the order of verification. For every
-# draft:
+# One position. Let P_1 = P be the target's distribution and x_1, x_2, ... the candidates in the order of verification.
+# For every draft:
 #
 # * Given that x_1 .. x_{k-1} were rejected, x_k follows Q_k: Q without the earlier siblings, renormalised, or a point
 #   mass (chosen, EAGLE-2).
@@ -404,10 +404,10 @@ def released_residual(P: Tensor, Q: Tensor, x: Tensor, near: Tensor, limit: Tens
 # * for norm([P - Q]+) if f may be below min(1, P/Q) (COOL-SD's eq. 6 with omega < 1, and GSD): the full TV between Q f
 #   + r G and P.
 #
-# A whole image. Let H_i hold all samples for positions before i, and let the token committed at i, given H_i, be within D_i of the
-# target's distribution. Couple the two sequences to stay equal as long as possible. They part at i with probability at
-# most E[D_i], so the TV is at most sum_i E[D_i]. The facts above hold given H_i, since every decision has a random
-# number of its own:
+# A whole image. Let H_i hold all samples for positions before i, and let the token committed at i, given H_i, be
+# within D_i of the target's distribution. Couple the two sequences to stay equal as long as possible. They part at i
+# with probability at most E[D_i], so the TV is at most sum_i E[D_i]. The facts above hold given H_i, since every
+# decision has a random number of its own:
 #
 # * Chain. If i is verified, the drafted tokens before x_i are the committed ones. Drafts after a rejection are
 #   dropped.
@@ -691,7 +691,7 @@ class Rule:
         """The local term [...] that verifying a candidate adds to the bound on the total variation, not capped at 1."""
         if self.guarantee != "bounded":
             return torch.zeros_like(P[..., 0])
-        # norm([P - Q]+) is biased where f < min(1, P / Q), although Q f <= P there (docs/exactness.md)
+        # norm([P - Q]+) is biased where f < min(1, P / Q), although Q f <= P there (see `bound`)
         is_biased = self.name in ("cool-sd", "gsd") and not (self.optimal or self.greedy)
         G = residual(P, Q, 1.0) if is_biased else None
         return bound(self.target(P), Q, f, G)

@@ -479,8 +479,7 @@ def _tried(shape: Shape, path: Tensor, count: Tensor, room: Tensor) -> Tensor:
 def follow(shape: Shape, tokens: Tensor, drawn: Tensor, room: Tensor) -> Verified:
     """The longest path from the root of tokens that equal the target's own samples (same-image coupling).
 
-    Only these are committed, so that drafts decide how many forward passes an image takes and nothing else
-    (docs/exactness.md).
+    Only these are committed, so that drafts decide how many forward passes an image takes and nothing else.
 
     Args:
         tokens: int64 [B, N], siblings distinct; the root's is not read.
