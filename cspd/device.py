@@ -165,14 +165,18 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def trim() -> None:
+    """Returns to the system what earlier work has freed. Later work is slower until it has the memory again."""
+    with contextlib.suppress(AttributeError, TypeError):  # glibc only
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def reset_peak(device: torch.device) -> None:
-    """Starts measuring peak memory again, without what earlier work left behind."""
+    """Starts measuring peak memory again."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        with contextlib.suppress(AttributeError, TypeError):  # glibc only
-            ctypes.CDLL(None).malloc_trim(0)  # returns free memory to the system
         with contextlib.suppress(OSError):  # only on Linux, and not in every container
             Path("/proc/self/clear_refs").write_text("5")
 

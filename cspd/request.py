@@ -686,7 +686,7 @@ class Sequence:
         uses: the models that the method needs in addition to the target, see `cspd.method.Method`.
         inbox: receives the result of the request, see `cspd.engine`.
         num_committed: tokens that have their final value, given tokens included.
-        schedule: `num_committed` after each iteration, if it is known beforehand.
+        schedule: `num_committed` after each round, if it is known beforehand.
         num_under_way: tokens whose denoising chains have begun but not ended. `num_started` counts them and the
             committed ones; together these are the first tokens of the generation order.
         reached: `num_started` after each iteration.

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from cspd.checkpoints import checkpoint_files, family_of, run_settings
 from cspd.cli.options import check_classes, check_method, load_engine, request_of
-from cspd.device import peak_bytes, pick_device, reset_peak, seconds_of, spread
+from cspd.device import peak_bytes, pick_device, reset_peak, seconds_of, spread, trim
 from cspd.engine import Engine
 from cspd.evaluation.metrics import accuracy, load_classifier, space_of
 from cspd.files import check_file, user_cache, write_bytes, write_json
@@ -92,7 +92,8 @@ def bench(
         engine: gets as many slots as each batch has images; the window of `speculative` depends on them.
         requests: one for each setting to time, with the first label and seed.
         names, gammas, verify: see `contenders`.
-        queued: also measure each contender's peak memory on this many requests through each number of slots.
+        queued: also measure each contender's peak memory on this many requests of the first setting, through each
+            number of slots.
 
     Returns:
         A JSON-able report, see `format_bench`.
@@ -110,18 +111,22 @@ def bench(
                 engine.check(contender)
         cases.append((request, timed_requests))
 
-    # Memory comes before the timed runs, and small batches first: a peak includes the caches of earlier work.
-    memory = []
+    # Memory comes before the timed runs, and small batches first: a peak includes the caches that earlier runs keep.
     first = {name: contender for name, contender in cases[0][1].items() if contender is not None}
+    peaks = []
     for batch in sorted(batches):
-        memory.append(_memory(engine, "ar", first["ar"], batch, batch))
+        peaks.append(("ar", batch, batch))
         if queued:
-            memory += [_memory(engine, name, contender, batch, queued) for name, contender in first.items()]
+            peaks += [(name, batch, queued) for name in first]
 
     rows = []
     captures = []
     num_timed = sum(len(timed_requests) for _, timed_requests in cases)
-    with tqdm(total=len(batches) * num_timed * (runs + 1), unit=" run") as bar:
+    with tqdm(total=len(peaks) + len(batches) * num_timed * (runs + 1), unit=" run") as bar:
+        memory = []
+        for name, batch, num in peaks:
+            memory.append(_memory(engine, name, first[name], batch, num))
+            bar.update()
         for batch, (request, timed_requests) in itertools.product(batches, cases):
             own = engine.with_slots(batch)
             timed: dict[str, list[dict]] = {name: [] for name in timed_requests}
@@ -239,6 +244,7 @@ def _memory(engine: Engine, name: str, contender: Request, batch: int, num: int)
     """Peak memory of `num` requests through `batch` slots. The images are dropped at once."""
     own = engine.with_slots(batch)
     num_iter = own.resolve(contender).num_iter  # calibrates first, so that the peak is that of sampling
+    trim()
     reset_peak(engine.device)
     for _ in own.stream(_requests(engine, contender, num)):
         pass

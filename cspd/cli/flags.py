@@ -720,7 +720,7 @@ def _add_checkpoint(group: argparse._ArgumentGroup, several: bool = False) -> No
 
 def add_plugin(group: argparse._ActionsContainer) -> argparse.Action:
     """Adds --plugin, which `cspd.cli.options.load_plugins` reads before all other flags."""
-    text = "a Python file that registers methods or sizes of models (docs/reference.md)"
+    text = "a Python file that registers methods (docs/reference.md) or sizes of models (docs/finetuned.md)"
     return group.add_argument("--plugin", type=path_argument, action="append", metavar="FILE", help=text)
 
 

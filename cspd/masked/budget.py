@@ -157,7 +157,7 @@ def _price_calls(
 
 
 def _price_lazy(
-    replay: Replay, by_iteration: Several[Trace], anchors: Several[int], s: Schedule, advance: Advance
+    replay: Replay, by_iteration: Several[Trace], anchors: Several[int], s: Schedule, advance: Advance = no_advance
 ) -> tuple[np.ndarray, np.ndarray]:
     """`lazy_anchor` and `lazy_lag` of `Prices`."""
     prices = np.zeros((len(LAZY), len(anchors), len(by_iteration)))
@@ -174,7 +174,7 @@ def _price_lazy(
 
 
 def _price_joined(
-    replay: Replay, by_iteration: Several[Trace], anchors: Several[int], s: Schedule, advance: Advance
+    replay: Replay, by_iteration: Several[Trace], anchors: Several[int], s: Schedule, advance: Advance = no_advance
 ) -> tuple[np.ndarray, np.ndarray]:
     """`joined_anchor` and `joined_lag` of `Prices`."""
     prices = np.zeros((len(anchors), 1 + JOINED))
@@ -196,7 +196,7 @@ def _price_conditions(runner: MARRunner, later: Several[Trace], z: Tensor, s: Sc
 
 def _factors(by_lag: np.ndarray, anchors: Several[int], num_iter: int) -> tuple[np.ndarray, np.ndarray]:
     """The factors of prices [A, lags] after anchors, as `Prices` has them."""
-    is_measured = np.array(anchors)[:, None] + np.arange(by_lag.shape[1]) < num_iter
+    is_measured = (np.array(anchors)[:, None] + np.arange(by_lag.shape[1]) < num_iter) & np.isfinite(by_lag)
     of_anchor, of_lag = factors(by_lag, is_measured)
     return of_anchor.astype(np.float32), of_lag.astype(np.float32)
 
@@ -221,7 +221,7 @@ def exact_requests(request: Request, seq_len: int, num_classes: int) -> list[Req
 TIMED = 6  # iterations of which the backbone is timed
 REPEATS = 4
 CALLS = 10  # head calls of the chains that are timed
-COSTS_SCHEMA, PRICES_SCHEMA, PLAN_SCHEMA = "cspd.round_costs/4", "cspd.prices/5", "cspd.plan_price/2"
+COSTS_SCHEMA, PRICES_SCHEMA, PLAN_SCHEMA = "cspd.round_costs/4", "cspd.prices/5", "cspd.plan_price/3"
 
 
 def _timed(work: Any, device: torch.device) -> float:

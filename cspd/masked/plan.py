@@ -87,7 +87,7 @@ class Prices:
         return np.triu(np.where(lag < len(of_lag), cost, np.inf), 1)
 
 
-FITS = 20  # of the factors; later ones change nothing in float32
+FITS = 20  # of the factors; later ones change less than 1e-6 of them
 TINY = 1e-12
 
 
@@ -95,14 +95,15 @@ def factors(by_lag: np.ndarray, is_measured: np.ndarray) -> tuple[np.ndarray, np
     """The factors of anchors [A] and of lags [lags] of measured prices; those of lags rise, since staleness does.
 
     A measured price is the mean over the few tokens of an iteration, most of them small and some large. A plan of such
-    means would choose those that came out small by chance. The factors share them: they are fitted by the sums over
-    rows and columns, as the most likely ones of a Poisson model are.
+    means would choose those that came out small by chance. So each factor is fitted to many of them: the sums over rows
+    and columns are those of the prices, as for the most likely factors of a Poisson model.
 
     Args:
-        by_lag: [A, lags]. is_measured: bool [A, lags]; the other prices are 0.
+        by_lag: [A, lags]. is_measured: bool [A, lags]; the other prices are not read.
     """
     from scipy.optimize import isotonic_regression  # a fifth of a second, and only this needs it
 
+    by_lag = np.where(is_measured, by_lag, 0.0)
     of_anchor = np.ones(len(by_lag))
     for _ in range(FITS):
         weights = of_anchor @ is_measured + TINY

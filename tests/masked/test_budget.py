@@ -21,6 +21,8 @@ from cspd.masked.backbones import BACKBONES
 from cspd.masked.budget import (
     Planner,
     Replay,
+    _price_joined,
+    _price_lazy,
     anchors_of,
     audit_images,
     drawn_iterations,
@@ -85,20 +87,32 @@ def test_exact_images_are_those_of_ar(measured, engine):
         assert relative_error(replay.runner.tokens[slot], output.tokens) < 1e-4
 
 
-def test_prices_are_those_of_single_replays(measured, model):
+@pytest.fixture(name="single")
+def single_prices(measured, model, monkeypatch):
+    """A replay, its exact chains and anchors, the schedule, and all steps' prices in place of their factors."""
     replay, prices = measured
-    s = model.head.schedule(T)
-    anchor = int(prices.anchors[1])
+    monkeypatch.setattr(budget, "_factors", lambda by_lag, *_: (by_lag, by_lag))
+    monkeypatch.setattr(budget, "EVERY", 1)
     with torch.inference_mode():
-        chains = replay.chains(range(K))
-        _, *stale = replay.conditions(anchor, refreshes=str(anchor), **LAZY[1])
-        nats = [
-            of_conditions(model.head, chains[k], z, s, FP32).mean().item() for k, (_, z) in enumerate(stale, anchor + 1)
-        ]
-    # a part of the steps was measured: the same up to chance
-    assert after_anchor(prices.lazy_anchor[1], prices.lazy_lag[1]) == pytest.approx(sum(nats), rel=0.5)
-    assert prices.of_calls.shape == (len(prices.head_calls), 2)
+        yield replay, replay.chains(range(K)), prices.anchors.tolist(), model.head.schedule(T)
+
+
+def test_prices_are_those_of_single_replays(single, model):
+    replay, chains, anchors, s = single
+    prices, _ = _price_lazy(replay, chains, anchors, s)
+    anchor = anchors[1]
+    _, *stale = replay.conditions(anchor, refreshes=str(anchor), **LAZY[1])
+    for k, (_, z) in enumerate(stale, anchor + 1):
+        nats = of_conditions(model.head, chains[k], z, s, FP32)
+        assert prices[1, 1, k - anchor] == pytest.approx(nats.mean().item(), rel=1e-3)
+    assert (prices[:, :, 0] == 0).all() and prices[0].max() > 0
+
+
+def test_what_is_measured_can_be_kept(measured):
+    _, prices = measured
     prices.check(T)
+    assert prices.of_calls.shape == (len(prices.head_calls), 2)
+    assert np.outer(prices.joined_anchor, prices.joined_lag)[:, 1].max() > 0
 
 
 def test_full_evaluations_cost_nothing(measured, model):
@@ -109,31 +123,23 @@ def test_full_evaluations_cost_nothing(measured, model):
             assert of_conditions(model.head, chains, z, model.head.schedule(T), FP32).max() < 1e-4
 
 
-def test_prices_of_joined_iterations(measured, model):
+def test_prices_of_joined_iterations(single, model):
     """By the conditions of an earlier iteration, which do not know the tokens between."""
-    replay, prices = measured
-    anchor, s = int(prices.anchors[1]), model.head.schedule(T)
-    with torch.inference_mode():
-        chains = replay.chains(range(K))
-        runner = replay.runner
-        rows = replay.rows(anchor)
-        total = 0.0
-        for k in range(anchor + 1, K):
-            committed = rows.committed[0]
-            first = runner.seq_len - int(runner.num_masked(replay.batch[0].request)[k - 1])
-            count = len(chains[k].seed) // len(replay.batch)
-            ahead = runner.rows(replay.batch, rows.committed, [first + count - committed] * len(replay.batch))
-            z = runner.conditions(replay.batch, ahead)[:, ahead.offset >= first - committed]
-            together = replay.ahead(anchor, K)
-            before = sum(len(chains[i].seed) for i in range(anchor + 1, k))
-            assert torch.allclose(together[:, before : before + len(chains[k].seed)], z, atol=1e-4)
-            total += of_conditions(model.head, chains[k], z, s, FP32).mean().item()
-    assert after_anchor(prices.joined_anchor, prices.joined_lag) == pytest.approx(total, rel=0.5)
-
-
-def after_anchor(of_anchor, of_lag) -> float:
-    """The sum of the prices of all lags after the second anchor, which factors keep."""
-    return of_anchor[1] * of_lag[: K - anchors_of(K)[1]].sum()
+    replay, chains, anchors, s = single
+    prices, _ = _price_joined(replay, chains, anchors, s)
+    runner, anchor = replay.runner, anchors[1]
+    rows = replay.rows(anchor)
+    committed = rows.committed[0]
+    together = replay.ahead(anchor, K)
+    for k in range(anchor + 1, K):
+        first = runner.seq_len - int(runner.num_masked(replay.batch[0].request)[k - 1])
+        count = len(chains[k].seed) // len(replay.batch)
+        ahead = runner.rows(replay.batch, rows.committed, [first + count - committed] * len(replay.batch))
+        z = runner.conditions(replay.batch, ahead)[:, ahead.offset >= first - committed]
+        before = sum(len(chains[i].seed) for i in range(anchor + 1, k))
+        assert torch.allclose(together[:, before : before + len(chains[k].seed)], z, atol=1e-4)
+        nats = of_conditions(model.head, chains[k], z, s, FP32)
+        assert prices[1, k - anchor] == pytest.approx(nats.mean().item(), rel=1e-3)
 
 
 def test_prices_between_anchors_are_interpolated():
@@ -161,6 +167,8 @@ def test_factors_are_those_of_products():
     found = factors(falling, np.ones((1, 5), bool))
     assert np.outer(*found) == pytest.approx(np.array([[0, 1, 2.5, 2.5, 5]]))
     assert not np.outer(*factors(0 * falling, np.ones((1, 5), bool))).any()
+    unknown = np.array([[0.0, 1.0, np.inf]])
+    assert np.outer(*factors(unknown, np.isfinite(unknown)))[0, :2] == pytest.approx([0, 1])
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -341,7 +341,7 @@ def test_the_budget_of_the_slider_is_what_runs(open_page):
     expect(slider).to_have_attribute("aria-valuetext", "0.3 nats per token")
     slider.fill("1.5")
     slider.press("ArrowRight")
-    expect(page.locator(".slider output")).to_have_text("1.55 nats per token")
+    expect(page.locator(".slider .value")).to_have_text("1.55 nats per token")
     with page.expect_request("**/api/images") as asked:
         generate(page)
     assert asked.value.post_data_json["methods"] == ["budget:budget=1.55"]

@@ -25,7 +25,8 @@ export function fieldOf({ name, help, words, text, integer, low, high, default: 
   if (name in SLIDERS && usual !== null) {
     const { unit, ends, ...range } = SLIDERS[name];
     Object.assign(input, { type: "range", ...range, value: usual, ariaLabel: name });
-    const shown = document.createElement("output");
+    const shown = document.createElement("span");
+    shown.className = "value";
     const track = document.createElement("span");
     track.className = "track";
     track.append(ends[0], input, ends[1]);
