@@ -385,8 +385,8 @@ register_family(
     # plans by prices, in place of combinations that would be tried one by one; solvers and other numbers of iterations
     # have no price
     searched="""
-        speculative budget:budget=0.1 budget:budget=0.3 budget:budget=1 budget:budget=3
-        ddim:head_calls=10:num_iter=8 ddim:head_calls=10:num_iter=16
+        speculative budget:budget=0.1 budget:budget=0.3 budget:budget=0.5 budget:budget=1
+        ddim:head_calls=6:num_iter=8 ddim:head_calls=10:num_iter=16
     """,
     windows=SEARCHED_WINDOWS,
 )
