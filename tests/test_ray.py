@@ -166,8 +166,8 @@ def test_commands_on_a_cluster(tmp_path, capsys):
 
 
 def test_without_ray_there_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "cspd.ray", raising=False)
-    monkeypatch.delattr(cspd, "ray", raising=False)
+    monkeypatch.delattr(cspd, "ray", raising=False)  # which imports it first
+    monkeypatch.delitem(sys.modules, "cspd.ray")
     for name in [name for name in sys.modules if name == "ray" or name.startswith("ray.")]:
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["sample", "--checkpoint", small_checkpoint(), "--ray", "auto", "--out", str(tmp_path / "out")]) == 2
