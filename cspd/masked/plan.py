@@ -95,11 +95,12 @@ def factors(by_lag: np.ndarray, is_measured: np.ndarray) -> tuple[np.ndarray, np
     """The factors of anchors [A] and of lags [lags] of measured prices; those of lags rise, since staleness does.
 
     A measured price is the mean over the few tokens of an iteration, most of them small and some large. A plan of such
-    means would choose those that came out small by chance. So each factor is fitted to many of them: the sums over rows
-    and columns are those of the prices, as for the most likely factors of a Poisson model.
+    means would choose those that came out small by chance. So each factor is fitted to many of them, by iterative
+    proportional fitting (Deming and Stephan, 1940): the products have the row sums of the prices, and the column sums
+    too, unless isotonic regression pools the prices of several lags.
 
     Args:
-        by_lag: [A, lags]. is_measured: bool [A, lags]; the other prices are not read.
+        by_lag: [A, lags], nats per token. is_measured: bool [A, lags]; the other prices are not read.
     """
     from scipy.optimize import isotonic_regression  # a fifth of a second, and only this needs it
 
