@@ -46,7 +46,7 @@ def shown(output: Output, share: float) -> dict:
         "share"; "image", a data link; "token_cost", a list with None for NaN; "guarantee"; "seconds" of its rounds, and
         "images_per_second" from them; "numbers", a list of [name, text]; "counts", head calls and drafts so far;
         "num_tokens", generated ones of the whole image; "seed"; "ran" and "settings", the request with all defaults as
-        text and as a dictionary; "class_name".
+        text and as a dictionary, its integers as text; "class_name".
     """
     seconds = sum(output.stats.seconds.values())
     verified, accepted = map(sum, output.stats.by_lag)
@@ -62,9 +62,14 @@ def shown(output: Output, share: float) -> dict:
         "num_tokens": output.request.num_generated(len(output.token_cost)),
         "seed": output.request.seed,
         "ran": repr(output.request),
-        "settings": {name: value for name, value in output.request.to_dict().items() if value is not None},
+        "settings": {name: _exact(value) for name, value in output.request.to_dict().items() if value is not None},
         "class_name": output.class_name,
     }
+
+
+def _exact(value: object) -> object:
+    """Integers as text: a browser rounds those above 2**53, such as a seed, to others."""
+    return str(value) if type(value) is int else value
 
 
 def numbers(output: Output, share: float) -> list[tuple[str, str]]:

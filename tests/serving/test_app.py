@@ -70,6 +70,13 @@ def test_images_are_the_engines_and_grow(site, engine):
         assert ["head calls", str(output.stats.head_calls)] in last["numbers"]
 
 
+def test_a_browser_gets_the_exact_seed(site):
+    """Its numbers are floats, so that 2**53 + 1 would be another seed."""
+    answer = site.make(seed=str(2**53 + 1), settings=QUICK)
+    *_, last = (json.loads(json.dumps(event), parse_int=float) for event in events(answer))
+    assert last["settings"]["seed"] == "9007199254740993"
+
+
 def test_the_predicted_divergence_is_shown(engine):
     output = engine.sample("three", method="calibrated", head_calls=3, num_iter=3, num_sampling_steps=5)
     shown = dict(loop.numbers(output, share=1.0))

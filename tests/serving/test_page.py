@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 
 import numpy as np
@@ -133,6 +134,52 @@ def test_two_users_at_once(open_page, engines):
     expect(ann.locator(".ran code").first).to_contain_text("Request(label=7, seed=0, method='ar'")
     expect(ann.locator(".legend").first).to_have_text("200 head calls for each token")
     expect(ann.locator("#status")).to_contain_text("running")
+
+
+def test_the_page_shows_why_the_api_refuses(browser, site):
+    """Here the name is not one of the server's, as behind a proxy that it does not know."""
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto(f"http://demo.localhost:{site.port}")
+    expect(page.get_by_role("alert")).to_contain_text("demo.localhost")
+    expect(page.get_by_role("alert")).to_be_in_viewport()
+    expect(page.locator("#status")).not_to_contain_text("connecting")
+    page.close()
+
+
+def test_an_error_that_ends_several_images(browser, engines):
+    """All of them repeat the reason of the server."""
+    with served(engines, most=3) as site:
+        long = {"num_iter": 64, "num_sampling_steps": 300}
+        others = site.make("bea", model="digits32", methods=["ar", "ar"], settings=long)
+        page = browser.new_page()
+        requests = []
+        page.route("**/api/images", lambda route: requests.append(route))  # which wait until they go on
+        page.goto(site.address)
+        fill(page, num_iter="64", num_sampling_steps="300")
+        page.get_by_label("images", exact=True).fill("2")
+        button(page).click()
+        while len(requests) < 2:
+            page.wait_for_timeout(10)
+        requests[0].continue_()
+        expect(page.locator(".panel .image")).to_be_visible()
+        requests[1].continue_()
+        expect(page.locator(".panel .error")).to_contain_text("3 images are unfinished")
+        expect(page.locator("#error")).to_contain_text("3 images are unfinished")
+        page.close()
+        others.close()
+
+
+def test_large_seeds(open_page):
+    """Numbers of a browser are exact up to 2**53."""
+    page = open_page()
+    fill(page)
+    page.locator("#seed").fill(str(2**53 + 1))
+    page.get_by_label("images", exact=True).fill("2")
+    generate(page)
+    entries = page.locator("#pictures li")
+    expect(entries).to_have_count(2)
+    for seed in (2**53 + 1, 2**53 + 2):
+        expect(entries.get_by_text(f"seed {seed}")).to_have_attribute("href", re.compile(f"seed={seed}&"))
 
 
 def test_bad_input_is_a_message(open_page):

@@ -10,6 +10,7 @@ const FIRST = ["cfg", "num_iter"]; // always visible
 const SIDES = ["first", "second"];
 const NONE = "none";
 const POLL = 2000; // milliseconds
+const MOST_STREAMS = 4; // at once: a browser opens six connections to a server, and the status needs one
 const MOST_KEPT = 200; // pictures in the gallery
 const KEY = "cspd-api-key"; // the browser stores the API key under this name
 
@@ -204,17 +205,22 @@ async function make() {
   const worker = async () => {
     while (next < count && !own.signal.aborted) {
       const index = next++;
-      const seed = count > 1 ? String(Number(first.seed) + index) : first.seed;
-      await makeOne({ ...first, seed }, methods, own);
+      await makeOne({ ...first, seed: seedAfter(first.seed, index) }, methods, own);
     }
   };
-  const atOnce = Math.max(1, Math.floor(about.most_each / methods.length));
+  const atOnce = Math.max(1, Math.min(MOST_STREAMS, Math.floor(about.most_each / methods.length)));
   await Promise.all(Array.from({ length: Math.min(atOnce, count) }, worker));
+  if (own.signal.aborted && !isStop(own.signal.reason)) fail(messageOf(own.signal.reason));
   setRunning(null);
   showStatus();
 }
 
-// Generates the image of one seed by each method. An error stops all others.
+// The seed of an image; numbers of JavaScript are exact up to 2**53 only. The server refuses all other texts.
+function seedAfter(text, index) {
+  return /^\s*\d+\s*$/.test(text) ? String(BigInt(text) + BigInt(index)) : text;
+}
+
+// Generates the image of one seed by each method. An error stops all others, which repeat it.
 async function makeOne(body, methods, own) {
   const tools = { ...about, edit: editor.openLink, say, keep };
   const panels = methods.map((method) => makePanel(method, model, tools));
@@ -227,10 +233,8 @@ async function makeOne(body, methods, own) {
     await follow(answer.body, (event) => panels[event.run].show(event));
     loseAll(panels, "the connection to the server was lost");
   } catch (error) {
-    own.abort(); // or the server would finish images that nobody sees
-    const isStopped = error.name === "AbortError";
-    loseAll(panels, isStopped ? "stopped" : "the connection to the server was lost");
-    if (!isStopped) fail(messageOf(error));
+    if (!own.signal.aborted) own.abort(error); // or the server would finish images that nobody sees
+    loseAll(panels, messageOf(own.signal.reason));
   }
 }
 
@@ -249,8 +253,14 @@ function keep({ image, class_name: name, settings: { method, seed } }, link) {
   element("gallery").hidden = false;
 }
 
+// Whether the user pressed Stop, which aborts without a reason of its own.
+function isStop(error) {
+  return error.name === "AbortError";
+}
+
 // The message of an error; `fetch` throws a TypeError if the server does not answer.
 function messageOf(error) {
+  if (isStop(error)) return "stopped";
   return error instanceof TypeError ? "the server cannot be reached: is it running?" : error.message;
 }
 
@@ -295,17 +305,23 @@ function say(text) {
 function fail(message) {
   element("error").textContent = message;
   element("error").hidden = !message;
+  if (message) element("error").scrollIntoView({ block: "nearest" });
 }
 
 async function showStatus() {
   clearTimeout(showStatus.timer);
   try {
-    const { running: now, waiting, images_per_second: speed } = await (await ask("api/status")).json();
+    const answer = await ask("api/status");
+    if (!answer.ok) throw new Error(await reason(answer));
+    const { running: now, waiting, images_per_second: speed } = await answer.json();
     element("status").textContent = `${now} running, ${waiting} waiting, ${speed.toFixed(2)} images/s in the last minute`;
-  } catch {
-    element("status").textContent = "the server cannot be reached";
+  } catch (error) {
+    element("status").textContent = messageOf(error);
   }
   showStatus.timer = setTimeout(showStatus, POLL);
 }
 
-begin().catch((error) => fail(messageOf(error)));
+begin().catch((error) => {
+  element("status").textContent = "not connected";
+  fail(messageOf(error));
+});
