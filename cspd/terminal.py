@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import difflib
 import errno
+import ipaddress
 import json
 import os
 import re
@@ -260,6 +261,17 @@ def host_names(text: str) -> list[str]:
         if not re.fullmatch(r"[\w.-]+|[\da-f:]+", name, re.ASCII | re.IGNORECASE):
             raise unexpected(name, "the name of a host, without http:// and port")
     return names
+
+
+def networks(text: str) -> list[str]:
+    """ "127.0.0.1,10.0.0.0/8" -> ["127.0.0.1", "10.0.0.0/8"]."""
+    parts = text.split(",")
+    for part in parts:
+        try:
+            ipaddress.ip_network(part)
+        except ValueError:
+            raise unexpected(part, "an IP address, or a network such as 10.0.0.0/8") from None
+    return parts
 
 
 def word(text: str) -> str:

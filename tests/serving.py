@@ -48,11 +48,12 @@ class Site:
 
 
 @contextlib.contextmanager
-def served(engines, **settings) -> Iterator[Site]:
-    """Serves engines by name inside the context; settings as in `make_app`."""
+def served(engines, proxies=(), prefix="", **settings) -> Iterator[Site]:
+    """Serves engines by name inside the context; proxies as in `Server`, settings as in `make_app`."""
     app = make_app(engines, **settings)
     listener = socket.create_server(("127.0.0.1", 0))
-    server = Server(app)
+    server = Server(app, proxies)
+    server.config.root_path = prefix
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

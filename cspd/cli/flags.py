@@ -31,6 +31,7 @@ from cspd.terminal import (
     label_of,
     name_list,
     nats,
+    networks,
     number_list,
     part,
     path_argument,
@@ -321,13 +322,18 @@ Users can paint over an image to regenerate that part. More in docs/serve.md.
     group.add_argument("--api-key", type=api_key, default=os.environ.get(API_KEY), metavar="KEY", help=text)
     text = "other host names under which browsers reach this server, such as a proxy's: demo.example.org,gpu1"
     group.add_argument("--allowed-hosts", type=host_names, default=[], metavar="LIST", help=text)
+    text = (
+        "addresses or networks of proxies, whose X-Forwarded-For tells clients apart: 127.0.0.1,10.0.0.0/8 (default:"
+        " the header is ignored)"
+    )
+    group.add_argument("--trust-proxy", type=networks, default=[], metavar="LIST", help=text)
     text = "port to listen on; 0: any free one (default: %(default)s)"
     group.add_argument("--port", type=whole(0, 65535), metavar="PORT", default=8000, help=text)
     _add_max_batch(group)
     text = "maximum number of running and queued images, of all clients together (default: %(default)s)"
     group.add_argument("--max-requests", type=count, metavar="N", default=32, help=text)
     text = "maximum number of running and queued images of one client (default: %(default)s)"
-    group.add_argument("--max-per-visitor", type=count, metavar="N", default=4, help=text)
+    group.add_argument("--max-per-visitor", type=count, metavar="N", default=10, help=text)
     _add_machine(parser)
 
 

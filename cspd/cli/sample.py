@@ -562,7 +562,7 @@ def run_serve(args: argparse.Namespace) -> None:
         asks = "" if args.api_key is None else "; the page asks for the API key"
         print(f"http://{address}:{port} serves {', '.join(names)}{asks}; stop it with Ctrl-C", flush=True)
         with logging_requests():
-            Server(app).run(sockets=[listener])
+            Server(app, args.trust_proxy).run(sockets=[listener])
 
 
 def listening(host: str, port: int) -> socket.socket:

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Generator, Mapping
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -219,7 +219,9 @@ GRACE = 2  # seconds that connections have to end
 PATIENCE = 4.0  # seconds that the process has to end, after a signal or, on SIGTERM, after the last image
 
 
-def make_app(engines: Mapping[str, Engine], most: int = 32, most_each: int = 4, **access: Any) -> fastapi.FastAPI:
+def make_app(
+    engines: Mapping[str, Engine], most: int = 32, most_each: int = v1.MOST_IMAGES, **access: Any
+) -> fastapi.FastAPI:
     """The application. While it is served, its `state.jobs` runs the engines; no other thread may use them.
 
     Args:
@@ -323,8 +325,16 @@ class Server(uvicorn.Server):
     `PATIENCE` seconds, even if the engines are in the middle of a round. A second signal ends it at once.
     """
 
-    def __init__(self, app: fastapi.FastAPI) -> None:
-        super().__init__(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=GRACE, ws="none"))
+    def __init__(self, app: fastapi.FastAPI, proxies: Sequence[str] = ()) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_level="error",
+                timeout_graceful_shutdown=GRACE,
+                ws="none",
+                forwarded_allow_ips=[*proxies],
+            )
+        )
         self._loop: EngineLoop = app.state.jobs
         self._has_ended = threading.Event()
 
@@ -337,6 +347,10 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
+
+    Args:
+        app: the application.
+        proxies: addresses and networks whose X-Forwarded-For tells the client's address.
         """Also handles SIGHUP, a closed terminal, unless it is ignored, as under nohup."""
         with super().capture_signals(), contextlib.ExitStack() as restored:
             hangup = getattr(signal, "SIGHUP", None)  # Windows has none

@@ -135,7 +135,7 @@ def refusing() -> Iterator[None]:
     try:
         yield
     except Full as full:
-        raise Refusal(429, str(full), code="rate_limit_exceeded", headers={"Retry-After": "1"}) from None
+        raise Refusal(429, str(full), code="rate_limit_exceeded", headers={"Retry-After": str(full.seconds)}) from None
     except Closing as closing:
         raise Refusal(503, str(closing)) from None
     except (ValueError, TypeError, argparse.ArgumentTypeError) as bad:

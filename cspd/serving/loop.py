@@ -94,10 +94,20 @@ def numbers(output: Output, share: float) -> list[tuple[str, str]]:
 # Jobs: the unfinished images of all clients, however they are generated.
 
 MINUTE = 60.0  # seconds over which images per second are counted
+LONGEST = 60  # seconds that a client is asked to wait; OpenAI's client does not wait longer
+GUESS = 10.0  # seconds of an image, before any is finished
 
 
 class Full(Exception):
-    """A client, or all clients together, have too many unfinished requests."""
+    """A client, or all clients together, have too many unfinished requests.
+
+    Attributes:
+        seconds: after which there is probably room.
+    """
+
+    def __init__(self, message: str, seconds: int) -> None:
+        super().__init__(message)
+        self.seconds = seconds
 
 
 class Closing(Exception):
@@ -142,6 +152,7 @@ class Jobs:
         self.is_closing = False
         self.metrics = Metrics(self)
         self._finish_times: deque[float] = deque(maxlen=10_000)
+        self._took = deque([GUESS], maxlen=10)  # seconds of the last finished images, from the request to the end
 
     def start(self) -> None:
         """Makes everything ready. It may block."""
@@ -179,17 +190,25 @@ class Jobs:
         limit = min(self.most, self.most_each)
         if len(requests) > limit:
             raise ValueError(f"{len(requests)} images are more than the limit, {limit} of one client: ask for fewer")
-        # another thread may remove jobs meanwhile, so that a copy is counted
-        num_own = sum(job.client == client for job in list(self.jobs))
-        if num_own + len(requests) > self.most_each:
-            raise Full(
-                f"{num_own} of your images are unfinished, and the limit is {self.most_each}: wait for one, or stop one"
-            )
-        if len(self.jobs) + len(requests) > self.most:
-            raise Full(f"{len(self.jobs)} images are unfinished, and the limit is {self.most}: try again in a moment")
+        unfinished = list(self.jobs)  # another thread may remove jobs meanwhile
+        own = [job for job in unfinished if job.client == client]
+        num_over = len(own) + len(requests) - self.most_each
+        if num_over > 0:
+            said = f"{len(own)} of your images are unfinished, and the limit is {self.most_each}"
+            raise Full(f"{said}: wait for one, or stop one", self._seconds_until(num_over, own))
+        num_over = len(unfinished) + len(requests) - self.most
+        if num_over > 0:
+            said = f"{len(unfinished)} images are unfinished, and the limit is {self.most}"
+            raise Full(f"{said}: try again in a moment", self._seconds_until(num_over, unfinished))
         jobs = [Job(model, request, client, tell, wants_previews) for request, tell in zip(requests, tells)]
         self.jobs.update(jobs)
         return jobs, self._begin(jobs)
+
+    def _seconds_until(self, num: int, jobs: Collection[Job]) -> int:
+        """Whole seconds, 1 to `LONGEST`, until the first `num` of these jobs are probably finished."""
+        age = time.monotonic() - sorted(job.began for job in jobs)[num - 1]
+        # an image takes as long as the slowest of the last ones, or as long again as it has taken so far
+        return max(1, min(LONGEST, math.ceil(max(max(self._took) - age, age))))
 
     def _begin(self, jobs: list[Job]) -> Future:
         """Begins to generate the images of new jobs. Returns a future of the advice."""
@@ -223,6 +242,7 @@ class Jobs:
         if "finished" in event:
             self.made += 1
             self._finish_times.append(time.monotonic())
+            self._took.append(time.monotonic() - job.began)
         self.metrics.count(job, event)
         job.tell(event)
 

@@ -36,6 +36,24 @@ def test_other_hosts_are_refused(host, site):
         assert answer.status == 403 and repr(host) in message_of(answer)
 
 
+def test_the_page_and_the_probes_are_public(site):
+    """Also behind a proxy that was not announced: the page then shows why the API refuses."""
+    for path in ("/", "/page.js", "/page.css", "/docs", "/openapi.json", "/health", "/ready"):
+        assert site.ask(path, Host="demo.example.org", Origin="http://demo.example.org").status == 200
+
+
+def test_visitors_behind_a_proxy(engines):
+    """They are told apart by X-Forwarded-For, if the proxy is trusted."""
+    long = json.dumps({"prompt": "three", "stream": True, "method": "ar", "num_iter": 64, "num_sampling_steps": 300})
+    for proxies, statuses in ((["127.0.0.0/8"], [200] * 6), ((), [200] + [429] * 5)):
+        with served(engines, proxies, most_each=1) as site:
+            forwarded = [{"Cookie": None, "X-Forwarded-For": f"10.0.0.{visitor}"} for visitor in range(6)]
+            answers = [site.ask("/v1/images/generations", long, **headers) for headers in forwarded]
+            assert [answer.status for answer in answers] == statuses
+            for answer in answers:
+                answer.close()
+
+
 @pytest.mark.parametrize(
     "origin", ["http://evil.example", "null", "http://localhost:1", "file://", "http://127.0.0.1.evil.example"]
 )
@@ -86,12 +104,14 @@ def test_the_command_takes_the_key_from_the_environment(monkeypatch, capsys):
     statuses = []
 
     def visit(address):
-        for headers in ({}, {"Authorization": f"Bearer {KEY}"}):
+        for headers in ({"X-Forwarded-For": "10.0.0.9"}, {"Authorization": f"Bearer {KEY}"}):
             statuses.append(status_of(f"{address}/api/status", headers))
 
-    assert run_command(visit, "--checkpoint", small_checkpoint(), "--host", "0.0.0.0") == 130
+    options = ["--host", "0.0.0.0", "--trust-proxy", "10.0.0.0/29,127.0.0.1"]
+    assert run_command(visit, "--checkpoint", small_checkpoint(), *options) == 130
     said = capsys.readouterr()
     assert statuses == [401, 200] and KEY not in said.out + said.err and "warning" not in said.err
+    assert '"client": "10.0.0.9"' in said.err  # of the log
 
 
 def test_the_command_without_a_key_warns(monkeypatch, capsys):
@@ -115,6 +135,8 @@ def test_the_command_without_a_key_warns(monkeypatch, capsys):
         (["--api-key", "a s\xe9cret"], None),
         ([], ""),
         (["--allowed-hosts", "http://demo.example.org"], None),
+        (["--trust-proxy", "demo.example.org"], None),
+        (["--trust-proxy", ""], None),
     ],
 )
 def test_bad_keys_and_names(options, key, monkeypatch, capsys):
