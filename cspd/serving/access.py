@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import json
@@ -60,10 +61,15 @@ def answer_error(scope: Scope, error: Exception) -> JSONResponse:
     status, message, headers = 500, "the server failed: see the messages in its terminal", None
     if isinstance(error, HTTPException):
         status, message, headers = error.status_code, error.detail, error.headers
-    if scope["path"].startswith(PAGE_API):
+    if path_of(scope).startswith(PAGE_API):
         return JSONResponse({"detail": message}, status, headers)
     param, code = getattr(error, "param", None), getattr(error, "code", None)
     return JSONResponse(error_body(status, message, param, code), status, headers)
+
+
+def path_of(scope: Scope) -> str:
+    """The path of a request inside the application, without the prefix of its server, such as Ray Serve."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
 async def handle_error(request: fastapi.Request, error: Exception) -> JSONResponse:
@@ -74,17 +80,19 @@ async def handle_error(request: fastapi.Request, error: Exception) -> JSONRespon
 # Access control: pages of other sites may not use this server, and the API needs the API key if there is one.
 #
 # A page of another site can send requests here from a user's browser. The site's name is then in Origin, or in Host if
-# the site makes its name resolve to this machine (DNS rebinding). So both must have an address of this server.
+# the site makes its name resolve to this machine (DNS rebinding). So both must have an address of this server, except
+# for what everybody may read: the probes, and the page, which shows why the API refuses.
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 ADDRESS = re.compile(r"(?:\[([\da-f:.]+)\]|([\w.-]+))(?::\d{1,5})?", re.ASCII | re.IGNORECASE)  # localhost:8000, [::1]
 REMEDY = "if that is an address of this server, start cspd serve with --allowed-hosts and the name"
-PRIVATE = (PAGE_API, "/v1/", "/metrics")  # paths that need the API key; the page itself is public and asks for the key
-EDITS = "/v1/images/edits"  # takes files, and so a form; a form of another site has that site's name in Origin
+PRIVATE = (PAGE_API, "/v1/", "/metrics")  # paths of the APIs; all others are public
 
 
 class Access:
-    """ASGI middleware that refuses requests with a wrong Host, Origin, content type or API key.
+    """ASGI middleware that refuses requests to the APIs with a wrong Host, Origin or API key.
+
+    It turns HEAD into GET, because FastAPI adds no HEAD to a route of GET; the server leaves the body out.
 
     Args:
         app: the application that answers the other requests.
@@ -111,23 +119,23 @@ class Access:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
         app = self._app if refusal is None else answer_error(scope, refusal)
+        if scope.get("method") == "HEAD":
+            scope = {**scope, "method": "GET"}
         await app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Refusal | None:
         """The answer to a refused request, or None if the request is allowed."""
+        if not path_of(scope).startswith(PRIVATE):
+            return None
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._is_host(host):
             return Refusal(403, f"this server does not answer as {shortened(host)}: {REMEDY}")
         if origin is not None and not self._is_origin(origin, host):
             return Refusal(403, f"pages of {shortened(origin)} may not use this server: {REMEDY}")
-        if scope["path"].startswith(PRIVATE) and not self._has_key(headers):
+        if not self._has_key(headers):
             remedy = "the API key is missing or wrong: send it as Authorization: Bearer KEY"
             return Refusal(401, remedy, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-        wanted = "multipart/form-data" if scope["path"] == EDITS else "application/json"
-        if scope["method"] == "POST" and content_type != wanted:  # JSON: a form of another site cannot send it
-            return Refusal(415, f"the body is not announced as {wanted}: send Content-Type: {wanted}")
         return None
 
     def _is_host(self, host: str) -> bool:
@@ -223,6 +231,11 @@ class Logged:
 
         try:
             await self._app(scope, receive, send_with_id)
+        except asyncio.CancelledError:  # the server is shutting down
+            if status is not None:
+                raise
+            ending = Refusal(503, "the server is shutting down: try again in a moment")
+            await answer_error(scope, ending)(scope, receive, send_with_id)
         except Exception as error:  # a bug of ours: the log has its place
             entry["error"] = traceback.format_exc()
             if status is None:

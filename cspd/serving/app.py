@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import json
 import logging
@@ -24,11 +23,13 @@ import numpy as np
 import prometheus_client
 import pydantic
 import uvicorn
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
 from PIL import Image
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from cspd.engine import Engine
 from cspd.method import GUARANTEES, METHODS, Method, ModelRunner, parse_method
@@ -36,7 +37,7 @@ from cspd.option import COMMON, DEFAULTS, LARGEST, Option
 from cspd.plots import coloured
 from cspd.request import Inpainting, Request
 from cspd.serving import v1
-from cspd.serving.access import Access, Logged, handle_error
+from cspd.serving.access import Access, Logged, Refusal, handle_error, path_of
 from cspd.serving.bodies import (
     COOKIE,
     MOST_BYTES,
@@ -54,7 +55,7 @@ from cspd.serving.bodies import (
     typed,
 )
 from cspd.serving.loop import EngineLoop, Jobs
-from cspd.terminal import label_of
+from cspd.terminal import __version__, label_of, shortened
 from mar.checkpoint import lookup
 
 # What the page asks for.
@@ -99,7 +100,7 @@ def requests_of(asked: Asked) -> list[Request]:
     settings = {name: typed(value) for name, value in asked.settings.items() if value not in ("", None)}
     known = None
     if asked.picture is not None or asked.mask is not None:
-        known = Inpainting.of(image_of("picture", asked.picture), image_of("mask", asked.mask))
+        known = Inpainting.of(_image_of("picture", asked.picture), _image_of("mask", asked.mask))
     requests = []
     for text in asked.methods:
         name, options = parse_method(text)
@@ -116,15 +117,8 @@ def requests_of(asked: Asked) -> list[Request]:
     return requests
 
 
-def image_of(name: str, link: str | None) -> Image.Image | None:
-    """The image of a data link. Raises ValueError if it cannot be read or is too large."""
-    if link is None:
-        return None
-    try:
-        content = base64.b64decode(link.partition(",")[2], validate=True)
-    except ValueError as error:
-        raise ValueError(f"the {name} cannot be read ({error}): give a data link") from None
-    return picture_of(name, content)
+def _image_of(name: str, link: str | None) -> Image.Image | None:
+    return None if link is None else picture_of(name, link.encode())
 
 
 # The description of the models, for the form of the page.
@@ -249,7 +243,10 @@ def app_of(jobs: Jobs, **access: Any) -> fastapi.FastAPI:
 
     app = fastapi.FastAPI(
         title="cspd",
+        version=__version__,
+        servers=[{"url": "."}],  # where this description is, also under the prefix of a proxy
         lifespan=lifespan,
+        docs_url=None,
         redoc_url=None,
         exception_handlers={HTTPException: handle_error},
         dependencies=[fastapi.Depends(HTTPBearer(auto_error=False))],  # so that /docs asks for the API key
@@ -272,6 +269,10 @@ def app_of(jobs: Jobs, **access: Any) -> fastapi.FastAPI:
     async def metrics() -> PlainTextResponse:
         text = prometheus_client.generate_latest(jobs.metrics.registry)
         return PlainTextResponse(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return get_swagger_ui_html(openapi_url="openapi.json", title="cspd")  # FastAPI's own has /openapi.json
 
     v1.add_routes(app, jobs)
 
@@ -296,8 +297,23 @@ def app_of(jobs: Jobs, **access: Any) -> fastapi.FastAPI:
         events = _events(jobs, begun)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
-    app.mount("/", StaticFiles(directory=PAGE, html=True))
+    app.mount("/", Page(directory=PAGE, html=True))
     return app
+
+
+class Page(StaticFiles):
+    """The files of the page, after all other routes: a path without a file is an unknown route."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        """The answer with a file. Raises Refusal if there is none."""
+        try:
+            return await super().get_response(path, scope)
+        except HTTPException:
+            remedy = "see /docs for all routes"
+            if path_of(scope).startswith(("/images/", "/models")):
+                remedy = "those of OpenAI's API begin with /v1: end the base_url of the client with /v1"
+            what = f"{scope['method']} {shortened(path_of(scope))}"
+            raise Refusal(404, f"{what} is not a route of this server: {remedy}") from None
 
 
 def _health(is_well: bool) -> JSONResponse:
@@ -323,6 +339,10 @@ class Server(uvicorn.Server):
 
     On SIGTERM it takes no new connections, finishes all unfinished images and ends. On Ctrl-C and SIGHUP it ends within
     `PATIENCE` seconds, even if the engines are in the middle of a round. A second signal ends it at once.
+
+    Args:
+        app: the application.
+        proxies: addresses and networks whose X-Forwarded-For tells the client's address.
     """
 
     def __init__(self, app: fastapi.FastAPI, proxies: Sequence[str] = ()) -> None:
@@ -347,10 +367,6 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-
-    Args:
-        app: the application.
-        proxies: addresses and networks whose X-Forwarded-For tells the client's address.
         """Also handles SIGHUP, a closed terminal, unless it is ignored, as under nohup."""
         with super().capture_signals(), contextlib.ExitStack() as restored:
             hangup = getattr(signal, "SIGHUP", None)  # Windows has none

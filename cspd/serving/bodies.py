@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import contextlib
 import functools
 import io
@@ -12,7 +13,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import fastapi
 import pydantic
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from starlette.requests import ClientDisconnect
 
 from cspd.request import FORMATS, Request
@@ -41,8 +42,11 @@ Text = Annotated[str, pydantic.AfterValidator(_short)]
 Value = Annotated[int | float | bool | str | None, pydantic.AfterValidator(_short)]
 
 
-async def read(request: fastapi.Request) -> bytes:
-    """The body of a request. Raises Refusal if it is too large or too slow."""
+async def read(request: fastapi.Request, kind: str = "application/json") -> bytes:
+    """The body of a request. Raises Refusal if it is of another kind, too large or too slow."""
+    announced = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if announced != kind:  # a form of another site cannot send JSON
+        raise Refusal(415, f"the body is not announced as {kind}: send Content-Type: {kind}")
     try:
         return bytes(await asyncio.wait_for(_read(request), MOST_SECONDS))
     except ClientDisconnect:
@@ -103,15 +107,20 @@ def typed(value: Value) -> Any:
 
 
 def picture_of(name: str, content: bytes) -> Image.Image:
-    """The image of a file's content. Raises ValueError if it cannot be read or is too large."""
+    """The image of a file's content or of a data link. Raises ValueError if it cannot be read or is too large."""
     try:
+        if content.startswith(b"data:"):
+            content = base64.b64decode(content.partition(b",")[2], validate=True)
         image = Image.open(io.BytesIO(content), formats=FORMATS)  # reads only its header
         if image.width * image.height > MOST_PIXELS:
             raise ValueError(f"it has {image.width} by {image.height} pixels")
         return ImageOps.exif_transpose(image)
     except Exception as error:  # a damaged image makes its reader raise almost anything
         limit = f"{MOST_PIXELS / 1e6:.2f} million pixels"
-        raise ValueError(f"the {name} cannot be read ({error}): give a PNG of at most {limit}") from None
+        why = "it is not an image file" if isinstance(error, UnidentifiedImageError) else error
+        raise ValueError(
+            f"the {name} cannot be read ({why}): give a PNG of at most {limit}, as a file or data link"
+        ) from None
 
 
 # Jobs and their events. The thread of the engines puts the events of all jobs into an inbox, which the answer reads.
@@ -140,8 +149,6 @@ def refusing() -> Iterator[None]:
         raise Refusal(503, str(closing)) from None
     except (ValueError, TypeError, argparse.ArgumentTypeError) as bad:
         raise Refusal(400, str(bad)) from None
-    except asyncio.CancelledError:  # uvicorn is shutting down
-        raise Refusal(503, "the server is shutting down") from None
 
 
 async def begin(jobs: Jobs, client: str, model: str, requests: Sequence[Request], wants_previews: bool = True) -> Begun:

@@ -24,8 +24,9 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from cspd.method import parse_method
 from cspd.request import Inpainting, Request
 from cspd.request import requests_of as requests_with_seeds
-from cspd.serving.access import EDITS, Refusal, error_body
+from cspd.serving.access import Refusal, error_body
 from cspd.serving.bodies import (
+    MOST_BYTES,
     Begun,
     Text,
     Value,
@@ -46,6 +47,7 @@ from cspd.terminal import label_of, shortened
 
 MOST_IMAGES = 10  # of a request, as in OpenAI's API
 MOST_PARTIAL = 3
+FORM = "multipart/form-data"
 MOST_FIELDS = 100  # of a form
 SEEDS = 2**31  # the seed of a request without one is below this
 INPUT = {"input_tokens": 0, "input_tokens_details": {"image_tokens": 0, "text_tokens": 0}}  # they are not counted
@@ -89,7 +91,7 @@ class Generation(pydantic.BaseModel):
 
 
 class Edit(Generation):
-    """The form of POST /v1/images/edits: the fields of a generation, and files.
+    """The form of POST /v1/images/edits: the fields of a generation, and images as files or data links.
 
     Attributes:
         image: the image. Without a mask, its transparent area is regenerated.
@@ -162,9 +164,9 @@ def add_routes(app: fastapi.FastAPI, jobs: Jobs) -> None:
         asked = parse_json(Generation, await read(request))
         return await _answer(request, jobs, asked, "image_generation")
 
-    @app.post(EDITS, openapi_extra=schema_of(Edit, "multipart/form-data"), **answers)
+    @app.post("/v1/images/edits", openapi_extra=schema_of(Edit, FORM), **answers)
     async def edit(request: fastapi.Request) -> Any:
-        body = await read(request)
+        body = await read(request, FORM)  # of another site, it has that site's name in Origin
         with refusing():
             fields = await fields_of(request.headers, body)
         return await _answer(request, jobs, parse_fields(Edit, fields), "image_edit")
@@ -180,7 +182,9 @@ async def fields_of(headers: Headers, body: bytes) -> dict[str, str | bytes]:
         yield body
 
     try:
-        form = await MultiPartParser(headers, stream(), max_files=MOST_FIELDS, max_fields=MOST_FIELDS).parse()
+        parser = MultiPartParser(headers, stream(), max_files=MOST_FIELDS, max_fields=MOST_FIELDS)
+        parser.max_part_size = MOST_BYTES  # a data link is a field, not a file
+        form = await parser.parse()
     except MultiPartException as error:
         raise ValueError(f"the form cannot be read ({error.message}): send multipart/form-data") from None
     fields: dict[str, str | bytes] = {}
@@ -275,7 +279,7 @@ async def _last_events(request: fastapi.Request, jobs: Jobs, begun: Begun) -> li
                 if await request.is_disconnected():
                     raise Refusal(400, "the connection was closed")
             elif "error" in event:
-                raise Refusal(500, event["error"])
+                raise Refusal(503 if jobs.is_closing else 500, event["error"])
             elif is_last(event):
                 last[event["run"]] = event
     return [last[run] for run in sorted(last)]

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import logging
+import socket
 import threading
 
 import numpy as np
@@ -15,11 +16,13 @@ from launching import wait_until
 from openai.types import ImageEditCompletedEvent, ImageGenCompletedEvent, ImageGenPartialImageEvent
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
-from serving import pixels, served
+from serving import link_of, message_of, pixels, served
 
 import cspd
+from cspd.cli import _parse
 from cspd.request import png_of
-from cspd.serving import loop
+from cspd.serving import app, loop
+from cspd.serving.v1 import MOST_IMAGES
 
 KEY = "a-key.of_16~bytes"
 STEPS = {"num_iter": 3, "num_sampling_steps": 5, "cfg": 3.0}
@@ -136,6 +139,21 @@ def test_a_part_is_regenerated(kind, client, engines):
         assert [event.type for event in events] == ["image_edit.partial_image", "image_edit.completed"]
         assert isinstance(events[-1], ImageEditCompletedEvent)
         assert_same(image_of(events[-1]), output)
+
+
+def test_images_as_data_links(site, client):
+    """As a field of the form, here of more than 1 MiB, or as the content of a file."""
+    noise = np.random.default_rng(0).integers(0, 256, (600, 600, 4), np.uint8)
+    image, link = Image.fromarray(noise), link_of(Image.fromarray(noise))
+    more = QUICK | {"seed": 5}
+    by_file = client.images.edit(prompt="three", image=png_of(image), extra_body=more)
+    by_link = client.images.edit(prompt="three", image=link.encode(), extra_body=more)
+    fields = {"prompt": "three", "image": link, **more}
+    parts = [f'--x\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{fields[name]}\r\n' for name in fields]
+    headers = {"Content-Type": "multipart/form-data; boundary=x", "Authorization": f"Bearer {KEY}"}
+    answer = site.ask("/v1/images/edits", "".join([*parts, "--x--\r\n"]), **headers)
+    assert answer.status == 200
+    assert json.load(answer)["data"][0]["b64_json"] == by_link.data[0].b64_json == by_file.data[0].b64_json
 
 
 def form(client, **fields):
@@ -316,6 +334,41 @@ def test_the_description(site):
     assert site.ask("/docs").status == 200
 
 
+def test_under_a_prefix(engines):
+    """Of a proxy or of Ray Serve: the description is found and names its own place; the APIs still need the key."""
+    with served(engines, prefix="/cspd", key=KEY) as site:
+        assert b"'openapi.json'" in site.ask("/docs").read()
+        described = json.load(site.ask("/openapi.json"))
+        assert described["info"]["version"] == cspd.__version__
+        assert {"url": "."} in described["servers"]
+        for path in ("/api/models", "/v1/models", "/metrics"):
+            assert site.ask(path).status == 401
+        assert "'/models'" in message_of(site.ask("/models"))
+
+
+def test_probes_by_head(site):
+    for path, status in (("/health", 200), ("/ready", 200), ("/v1/models", 200), ("/none", 404)):
+        answer = site.ask(path, method="HEAD", Authorization=f"Bearer {KEY}")
+        assert answer.status == status and answer.read() == b""
+
+
+@pytest.mark.parametrize("kind", ["application/json", "multipart/form-data; boundary=x", None])
+@pytest.mark.parametrize(
+    "path, said",
+    [
+        ("/images/generations", "/v1"),
+        ("/models", "/v1"),
+        ("/v1/images/variations", "/docs"),
+        ("/v1/chat/completions", "/docs"),
+    ],
+)
+def test_unknown_routes(path, said, kind, site):
+    answer = site.ask(path, b"{}", Authorization=f"Bearer {KEY}", **{"Content-Type": kind})
+    assert answer.status == 404
+    message = message_of(answer)
+    assert path in message and said in message.removeprefix(f"POST '{path}'")
+
+
 def test_health(engines):
     """A server that finishes its last images takes no new ones."""
     with served(engines) as site:
@@ -346,3 +399,61 @@ def test_more_images_than_the_limit(engines):
     with served(engines, most_each=4) as site, openai.OpenAI(base_url=f"{site.address}/v1", api_key="none") as client:
         with pytest.raises(openai.BadRequestError):
             client.images.generate(prompt="three", n=5, extra_body=QUICK)
+
+
+def test_the_default_limits(engines):
+    """The largest n, and as many requests of one client at once."""
+    assert _parse(["serve"]).max_per_visitor == MOST_IMAGES
+    with served(engines) as site:
+        with openai.OpenAI(base_url=f"{site.address}/v1", api_key="none", max_retries=0) as client:
+            assert len(client.images.generate(prompt="three", n=MOST_IMAGES, extra_body=QUICK).data) == MOST_IMAGES
+            for _ in range(MOST_IMAGES):
+                client.images.generate(prompt="three", stream=True, extra_body=LONG)
+            assert len(site.loop.jobs) == MOST_IMAGES
+
+
+def test_retry_after_comes_from_the_queue(client, site):
+    """It is as long again as the image whose place is needed has taken, if the last ones took less."""
+
+    def seconds(n):
+        with pytest.raises(openai.RateLimitError) as error:
+            client.images.generate(prompt="three", n=n, extra_body=QUICK)
+        return int(error.value.response.headers["retry-after"])
+
+    for _ in range(2):
+        client.images.generate(prompt="three", n=5, extra_body=QUICK)
+    running = client.images.generate(prompt="three", n=6, stream=True, extra_body=LONG)
+    wait_until(lambda: len(site.loop.jobs) == 6)
+    oldest, second, *_ = site.loop.jobs
+    oldest.began -= 30
+    second.began -= 20
+    assert 30 <= seconds(1) <= 40 and 20 <= seconds(2) <= 29 and seconds(3) < 15
+    oldest.began -= 1000
+    assert seconds(1) == 60
+    running.close()
+    wait_until(lambda: not site.loop.jobs)
+
+
+def test_a_server_that_ends_is_unavailable(engines, monkeypatch):
+    """For a client whose image is running, and for one whose request is arriving."""
+    monkeypatch.setattr(app, "GRACE", 0.2)
+    statuses = []
+
+    def ask(client):
+        with pytest.raises(openai.InternalServerError) as error:
+            client.images.generate(prompt="three", extra_body=LONG)
+        statuses.append(error.value.status_code)
+
+    with served(engines) as site:
+        arriving = socket.create_connection(("127.0.0.1", site.port), timeout=10)
+        lines = ("POST /v1/images/generations HTTP/1.1", "Host: localhost", "Content-Type: application/json")
+        arriving.sendall("\r\n".join([*lines, "Content-Length: 9", "", "{"]).encode())
+        with openai.OpenAI(base_url=f"{site.address}/v1", api_key="none", max_retries=0) as client:
+            waiting = threading.Thread(target=ask, args=[client])
+            waiting.start()
+            wait_until(lambda: site.loop.num_running())
+            site.loop.close()
+            waiting.join()
+    assert statuses == [503]
+    with arriving:
+        assert arriving.recv(100).startswith(b"HTTP/1.1 503 ")
