@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+import sys
 import zipfile
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-NAMES = ("arr_0", "arr_1", "mu", "sigma", "mu_s", "sigma_s")  # images, their classes, and statistics, in ADM's files
+NAMES = ("arr_0", "arr_1", "mu", "sigma", "mu_s", "sigma_s")  # images, their classes or prompts, and statistics
 NUMBERS = "biuf"  # kinds of dtypes that may be mapped: the bytes of an object would be taken for pointers
-TEXT = "U"
+TEXT = "U"  # in arr_1 only: prompts
 SMALL = 2**28  # bytes that any file may unpack to
 GROWTH = 100  # times a file's own size, beyond that
-STEP = 2**12  # bytes read at once: a packed byte can become thousands
+STEP = 2**14  # bytes read at once: a packed byte can become thousands
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -32,20 +33,21 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     if not path.is_file():
         raise ValueError(f"{path} is not an ordinary file: give an .npz such as ADM's, or a folder of images")
     try:
-        if beginning(path, len(np.lib.format.MAGIC_PREFIX)) == np.lib.format.MAGIC_PREFIX:
+        if beginning(path).startswith(np.lib.format.MAGIC_PREFIX):
             return {"arr_0": _mapped(path, 0, path.stat().st_size)}
         return _read_npz(path)
     except Exception as error:  # a damaged file can fail anywhere in the readers
+        known = beginning(path).startswith((b"PK", np.lib.format.MAGIC_PREFIX))
+        also = "" if known else f": it begins with {beginning(path)!r}"
         raise ValueError(
-            f"{path} cannot be read as .npz ({error}): it begins with {beginning(path)!r}; give an .npz such as ADM's,"
-            " or a folder of images"
+            f"{path} cannot be read as .npz ({error}){also}: give an .npz such as ADM's, or a folder of images"
         ) from error
 
 
-def beginning(path: Path, size: int = 40) -> bytes:
+def beginning(path: Path) -> bytes:
     """The first bytes of a file, for messages: they show whether it is an error page or a Git LFS pointer."""
     with path.open("rb") as file:
-        return file.read(size)
+        return file.read(40)
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
@@ -59,11 +61,12 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
             raise ValueError(f"its arrays would take {total / 2**30:.1f} GiB, over {GROWTH} times its size")
         arrays = {}
         for name, entry in entries.items():
+            kinds = NUMBERS + TEXT if name == "arr_1" else NUMBERS
             if entry in packed:
                 with archive.open(entry) as file:
-                    arrays[name] = _unpacked(file, entry.file_size)
+                    arrays[name] = _unpacked(file, entry.file_size, kinds)
             else:
-                arrays[name] = _mapped(path, _begin_of(path, entry), entry.file_size)
+                arrays[name] = _mapped(path, _begin_of(path, entry), entry.file_size, kinds)
     return arrays
 
 
@@ -100,22 +103,22 @@ def _header(file: BinaryIO, size: int, kinds: str) -> Header:
     return Header(shape, dtype, "F" if is_fortran else "C", length)
 
 
-def _mapped(path: Path, begin: int, size: int) -> np.ndarray:
+def _mapped(path: Path, begin: int, size: int, kinds: str = NUMBERS) -> np.ndarray:
     """The array in `size` bytes of a file, which stays on the disk unless it is text."""
     with path.open("rb") as file:
         if begin + size > path.stat().st_size:
             raise ValueError("it ends before its last array")
         file.seek(begin)
-        header = _header(file, size, NUMBERS + TEXT)
+        header = _header(file, size, kinds)
         if header.dtype.kind == TEXT or 0 in header.shape:  # nothing cannot be mapped
             file.seek(begin)
-            return _unpacked(file, size)
+            return _unpacked(file, size, kinds)
     return np.memmap(path, header.dtype, "r", begin + header.length, header.shape, header.order)
 
 
-def _unpacked(file: BinaryIO, size: int) -> np.ndarray:
+def _unpacked(file: BinaryIO, size: int, kinds: str) -> np.ndarray:
     """The array in the `size` bytes that follow in a file, in memory."""
-    header = _header(file, size, NUMBERS + TEXT)
+    header = _header(file, size, kinds)
     content = np.empty(size - header.length, np.uint8)
     done = 0
     while done < len(content) and (part := file.read(min(STEP, len(content) - done))):
@@ -123,4 +126,7 @@ def _unpacked(file: BinaryIO, size: int) -> np.ndarray:
         done += len(part)
     if done < len(content):
         raise ValueError("it ends before its last array")
+    # NumPy does not check that text has characters
+    if header.dtype.kind == TEXT and content.view(f"{header.dtype.byteorder}u4").max(initial=0) > sys.maxunicode:
+        raise ValueError("it has text that is damaged")
     return np.ndarray(header.shape, header.dtype, content, order=header.order)  # type: ignore[call-overload]

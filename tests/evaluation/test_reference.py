@@ -97,6 +97,7 @@ def with_header(folder, descr, shape, content=bytes(96), compression=zipfile.ZIP
         ([("a", "|O")], (1, 2, 2, 3)),
         ("|V8", (1, 2, 2, 3)),
         ("<c8", (1, 2, 2, 3)),
+        ("<U2", (1, 2, 2, 3)),
         ("|u1", (1, 4, 7, 3)),  # fewer bytes than the file has
         ("|u1", (1, 400, 800, 3)),
         ("|u1", (-1, -4, 8, 3)),
@@ -106,6 +107,14 @@ def with_header(folder, descr, shape, content=bytes(96), compression=zipfile.ZIP
 def test_headers_that_do_not_fit_are_refused(descr, shape, compression, tmp_path):
     with pytest.raises(ValueError, match=r"made\.npz"):
         NpzImages(with_header(tmp_path, descr, shape, compression=compression))
+
+
+def test_text_that_has_no_characters_is_refused(tmp_path):
+    """Python fails at it with an error of its own."""
+    content = saved(tmp_path, arr_0=PIXELS, arr_1=np.array(["\U0010ffff", "a", "b"])).read_bytes()
+    (tmp_path / "made.npz").write_bytes(content.replace(b"\xff\xff\x10\x00", b"\xff\xff\xff\x7f"))
+    with pytest.raises(ValueError, match=r"made\.npz"):
+        NpzImages(tmp_path / "made.npz")
 
 
 def test_an_archive_out_of_proportion_is_refused_before_it_is_read(tmp_path, monkeypatch):
