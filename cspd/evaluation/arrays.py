@@ -6,7 +6,7 @@ import math
 import sys
 import zipfile
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import IO, Literal, NamedTuple
 
 import numpy as np
 
@@ -83,11 +83,11 @@ class Header(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    order: str
+    order: Literal["C", "F"]
     length: int
 
 
-def _header(file: BinaryIO, size: int, kinds: str) -> Header:
+def _header(file: IO[bytes], size: int, kinds: str) -> Header:
     """The header of the array in the `size` bytes that follow in a file. Raises ValueError unless they belong to it."""
     begin = file.tell()
     version = np.lib.format.read_magic(file)
@@ -116,7 +116,7 @@ def _mapped(path: Path, begin: int, size: int, kinds: str = NUMBERS) -> np.ndarr
     return np.memmap(path, header.dtype, "r", begin + header.length, header.shape, header.order)
 
 
-def _unpacked(file: BinaryIO, size: int, kinds: str) -> np.ndarray:
+def _unpacked(file: IO[bytes], size: int, kinds: str) -> np.ndarray:
     """The array in the `size` bytes that follow in a file, in memory."""
     header = _header(file, size, kinds)
     content = np.empty(size - header.length, np.uint8)
@@ -129,4 +129,4 @@ def _unpacked(file: BinaryIO, size: int, kinds: str) -> np.ndarray:
     # NumPy does not check that text has characters
     if header.dtype.kind == TEXT and content.view(f"{header.dtype.byteorder}u4").max(initial=0) > sys.maxunicode:
         raise ValueError("it has text that is damaged")
-    return np.ndarray(header.shape, header.dtype, content, order=header.order)  # type: ignore[call-overload]
+    return np.ndarray(header.shape, header.dtype, content, order=header.order)

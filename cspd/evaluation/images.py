@@ -245,9 +245,9 @@ def _opened(path: Path) -> Iterator[Image.Image]:
 def _header(path: Path) -> tuple[tuple[int, int], str | None]:
     """Width and height, and the checkpoint that the settings in a PNG of ours name, or None."""
     with _opened(path) as image:
-        settings = None
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
-            settings = parse_json(image.info.get(PNG_TEXT))
+        settings: Any = None
+        with contextlib.suppress(ValueError, RecursionError):
+            settings = parse_json(image.info.get(PNG_TEXT, ""))
         is_ours = misfit(settings, {"models": {"checkpoint": str}}) is None
         return image.size, settings["models"]["checkpoint"] if is_ours else None
 
