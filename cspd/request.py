@@ -272,15 +272,34 @@ def _resized(image: Tensor, size: tuple[int, int]) -> Tensor:
     return resized[0].clamp(0, 1)
 
 
+def of_8_bits(image: Image.Image, mode: str) -> np.ndarray:
+    """The pixels of an image in a mode of 8 bits: "RGB", uint8 [H, W, 3], or "L", uint8 [H, W].
+
+    Grey values of 16 bits are scaled: 65535 becomes 255. Pillow's own conversion would clip them.
+
+    Raises:
+        ValueError: grey values of 32 bits or floats, whose white is not known.
+    """
+    if image.mode.startswith("I;16"):
+        scaled = np.rint(np.asarray(image) / 257)
+        image = Image.fromarray(scaled.astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(f"its pixels have the mode {image.mode}: convert them to 8 or 16 bits")
+    return np.array(image.convert(mode))
+
+
 def _opened(source: object, what: str, mode: str) -> np.ndarray | None:
     """The pixels of a file or a PIL image, uint8 [H, W] or [H, W, 3]; None for other sources."""
     if isinstance(source, Image.Image):
-        return np.array(source.convert(mode))
+        return of_8_bits(source, mode)
     if not isinstance(source, (str, os.PathLike)):
         return None
     try:
+        # a pipe would block, and a device might have no end
+        if os.path.exists(source) and not os.path.isfile(source):
+            raise ValueError("not an ordinary file")
         with Image.open(source, formats=FORMATS) as image:
-            return np.array(ImageOps.exif_transpose(image).convert(mode))
+            return of_8_bits(ImageOps.exif_transpose(image), mode)
     except FileNotFoundError:
         raise FileNotFoundError(f"{os.fspath(source)}: no such file: give an image file as {what}") from None
     except Exception as error:  # Pillow raises almost anything on a damaged file
@@ -294,7 +313,8 @@ def _image_of(source: Any) -> Tensor:
         channels_first = torch.from_numpy(pixels).permute(2, 0, 1)
         return channels_first.float().div(255)
     image = _tensor(source)
-    if image is not None and (_is_pixels(image) or _is_tokens(image)):
+    is_bool = getattr(source, "dtype", None) in (torch.bool, np.bool_)  # neither pixels nor tokens
+    if image is not None and not is_bool and (_is_pixels(image) or _is_tokens(image)):
         return image.float() if image.is_floating_point() else image
     raise ValueError(
         f"image={_shown(source)} is invalid: expected a path, a PIL image, floats [3, H, W] in 0..1, or tokens"

@@ -18,6 +18,7 @@ METRICS = ("fid", "inception_score", "kid", "cmmd", "precision", "recall", "dens
 
 def arguments(out, *more, num=NUM):
     models = ["--checkpoint", small_checkpoint()]
+    models += ["--space", "digits"]  # that of bundled models only, unless it is asked for
     return ["evaluate", *models, *OPTIONS, "--num-images", str(num), "--max-batch", "5", "--out", str(out), *more]
 
 

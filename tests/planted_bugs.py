@@ -550,6 +550,20 @@ BUGS = [
         "evaluation/test_adm.py",
     ),
     Bug(
+        "the Inception score in the order of the images",
+        "cspd/evaluation/scores.py",
+        "np.random.RandomState(SHUFFLING).permutation(len(logits))",
+        "np.arange(len(logits))",
+        "evaluation/test_adm.py",
+    ),
+    Bug(
+        "objects are mapped",
+        "cspd/evaluation/arrays.py",
+        'NUMBERS = "biuf"',
+        'NUMBERS = "biufcV"',
+        "evaluation/test_reference.py",
+    ),
+    Bug(
         "an image is compared with itself",
         "cspd/evaluation/scores.py",
         "(_row_sums(x, x, kernel) - _diagonal(x, kernel))",

@@ -151,8 +151,9 @@ def test_commands_on_a_cluster(tmp_path, capsys):
     settings = ["--checkpoint", small_checkpoint(), "--method", "ar", "--num-iter", "2", "--num-sampling-steps", "5"]
     settings += ["--cfg", "1", "--max-batch", "4", "--num", "40", "--labels", "0-9", "--device", "cpu"]
     assert main(["sample", *settings, "--out", str(tmp_path / "one"), "--shard", "0/1"]) == 0
-    for command in ("sample", "evaluate"):
+    for command, more in (("sample", []), ("evaluate", ["--space", "digits"])):
         out = tmp_path / command
+        settings = [*settings, *more]
         assert main([command, *settings, "--out", str(out), "--ray", "local"]) == 0
         before = stamps(out)
         assert (out / "images.jsonl").read_text() == (tmp_path / "one" / "images.jsonl").read_text()

@@ -8,6 +8,7 @@ import ctypes
 import dataclasses
 import json
 import math
+import os
 import pickle
 import re
 import shutil
@@ -358,6 +359,24 @@ def test_files_images_and_tensors_are_the_same(tmp_path):
     assert known != Inpainting.of(image, 0.5) != Inpainting.of(image, 0.25) and known != Inpainting.of(1 - pixels, mask)
 
 
+@pytest.mark.parametrize("suffix", ["png", "tiff"])
+def test_grey_values_of_16_bits_are_scaled(suffix, tmp_path):
+    """Pillow's own conversion makes white of everything from 256 on."""
+    grey = np.linspace(0, 65535, 96).astype(np.uint16).reshape(12, 8)
+    Image.fromarray(grey).save(tmp_path / f"grey.{suffix}")
+    for source in (tmp_path / f"grey.{suffix}", Image.fromarray(grey)):
+        known = Inpainting.of(source, source)
+        assert (known.image - torch.from_numpy(grey / 65535)).abs().max() <= 0.5 / 255 + 1e-6
+        assert (known.mask.numpy() == (grey >= 128 * 257 - 128)).all()
+
+
+def test_a_pipe_is_no_image(tmp_path):
+    """Opening it would wait for somebody who writes to it."""
+    os.mkfifo(tmp_path / "image.png")
+    with pytest.raises(ValueError, match="ordinary"):
+        Inpainting.of(tmp_path / "image.png", MASK)
+
+
 def test_requests_are_compared_pickled_and_recorded():
     request = Request(3, image=IMAGE, mask=MASK)
     image, mask = IMAGE.clone(), MASK.clone()
@@ -379,6 +398,10 @@ def test_requests_are_compared_pickled_and_recorded():
         (IMAGE * 2, MASK, "image"),
         (7, MASK, "image"),
         (MASK, IMAGE, "image"),
+        (MASK.flatten(), MASK.flatten(), "image"),
+        (MASK.flatten().numpy(), MASK.flatten(), "image"),
+        (Image.new("F", (8, 12), 0.5), MASK, "mode F"),
+        (IMAGE, Image.new("I", (8, 12), 70000), "mode I"),
         (IMAGE, MASK.float() * 2, "mask"),
         (IMAGE, 1.5, "mask"),
         (IMAGE, True, "mask"),

@@ -445,7 +445,7 @@ def test_integers_are_floats_now(tmp_path):
 
 
 def test_evaluations(tmp_path):
-    run("evaluate", tmp_path, *SPECULATIVE, "--window", "5", "--num", "18")
+    run("evaluate", tmp_path, *SPECULATIVE, "--window", "5", "--num", "18", "--space", "digits")
     manifest, generated = tmp_path / "manifest.json", Shards(tmp_path, 18)[17]
     now = json.loads(manifest.read_text())
     settings = {name: now[name] for name in ("version", "precision", "compiled", "target", "vae")}
@@ -455,7 +455,7 @@ def test_evaluations(tmp_path):
     np.savez(existing, images=black(16), labels=np.array([3, 4] * 8), seeds=np.arange(16), stats=stats)
     before = existing.read_bytes()
     (tmp_path / "00001.npz").unlink()
-    run("evaluate", tmp_path, *SPECULATIVE, "--num", "18")
+    run("evaluate", tmp_path, *SPECULATIVE, "--num", "18", "--space", "digits")
     assert existing.read_bytes() == before
     assert (Shards(tmp_path, 18)[17].int() - generated.int()).abs().max() <= 1
     report = json.loads((tmp_path / "evaluation.json").read_text())
@@ -470,7 +470,7 @@ ITEMS = {"sample": "0*.png", "compare": "chunks/*.npz", "evaluate": "0*.npz"}
 LIMITED = {  # arguments, and the KiB that a file may have
     "sample": (["--method", "ar", "--num-iter", "2", "--num", "24"], 6),
     "compare": (["--methods", "ar", "--num-iter", "64", "--num", "4"], 16),
-    "evaluate": (["--method", "ar", "--num-iter", "2", "--num", "44"], 20),
+    "evaluate": (["--method", "ar", "--num-iter", "2", "--num", "44", "--space", "digits"], 20),
 }
 
 
@@ -504,7 +504,7 @@ def test_a_run_resumes_after_a_file_could_not_grow(command, tmp_path, capsys):
 SETTINGS_OF_KILLS = ["--num-sampling-steps", "10", "--cfg", "1", "--max-batch", "2", "--seed", "3"]
 SAMPLE = ["sample", "--method", "ar", "--num-iter", "16", "--num", "40"]
 COMPARE = ["compare", "--methods", "ar", "--num-iter", "64", "--num", "12"]
-EVALUATE = ["evaluate", "--method", "ar", "--num-iter", "16", "--num-images", "60"]
+EVALUATE = ["evaluate", "--method", "ar", "--num-iter", "16", "--num-images", "60", "--space", "digits"]
 PIXELS = {"compare": "arr_0", "evaluate": "images"}
 AGAIN = {"sample": 1, "compare": 0, "evaluate": 0}  # finished files that a killed run may not have recorded yet
 

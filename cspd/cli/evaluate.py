@@ -61,7 +61,6 @@ from cspd.evaluation.metrics import (
     INCEPTION,
     NO_MODEL,
     PANEL,
-    SPACES,
     Clip,
     check,
     check_clip,
@@ -69,6 +68,8 @@ from cspd.evaluation.metrics import (
     measure,
     reference_for,
     space_of,
+    space_of_files,
+    titled,
     unmeasured,
 )
 from cspd.evaluation.run import (
@@ -84,6 +85,7 @@ from cspd.evaluation.run import (
     shards_store,
     write_grid,
 )
+from cspd.evaluation.scores import num_splits
 from cspd.files import Place, checked_json, place_of, write_json
 from cspd.method import METHODS
 from cspd.option import BUNDLED, DEFAULTS, option_names
@@ -110,6 +112,10 @@ def format_evaluation(report: dict) -> str:
     """The report as text, with a number on each line."""
     num = f"{report['num']:,}"
     lines = [("images", num, _space_note(report))]
+    if report["inception_score_ci95"] and not report["subjects_known"]:
+        lines.append(
+            ("", "", "of unknown classes or prompts: intervals take these as drawn at random, and can be wider")
+        )
     if report["space"]:
         lines += _quality_lines(report)
     lines += _clip_line(report)
@@ -123,7 +129,8 @@ def format_evaluation(report: dict) -> str:
         lines.append((model["role"], "", model_line(model)))
     machine = ran["machine"]
     lines.append(("machine", "", f"{machine['device']}, threads: {machine['threads']}"))
-    texts = [f"{title:<18} {value:>10}  {note}".rstrip() for title, value, note in lines]
+    width = max(len(title) for title, _, _ in lines)
+    texts = [f"{title:<{width}} {value:>10}  {note}".rstrip() for title, value, note in lines]
     return "\n".join(texts)
 
 
@@ -148,13 +155,16 @@ def _quality_lines(report: dict) -> list[Line]:
     for name in PANEL:
         if report[f"{name}_ci95"] is not None:
             notes[name] = _sureness(report, name)
+    if (parts := num_splits(report["num"])) > 1 and "inception_score" in notes:
+        notes["inception_score"] += f"; the mean of {parts} parts in random order"
     if report["cmmd"] is not None and report["space"] != INCEPTION and not report["cmmd_by"]:
         notes["cmmd"] = f"{notes.get('cmmd', '')}; by the {report['space']} classifier in place of CLIP".lstrip("; ")
     lines = []
     for name in PANEL:
         value = report[name]
         text = "-" if value is None else format(value, FORMS.get(name, ".3f"))
-        lines.append((TITLES.get(name, name), text, notes.get(name, "")))
+        title = TITLES.get(name, name)
+        lines.append((titled(title, report["space"]) if name in OF_SPACE else title, text, notes.get(name, "")))
     return lines
 
 
@@ -166,6 +176,7 @@ TITLES = {  # of scores whose names are not words
     "kid": "KID",
     "cmmd": "CMMD",
 }
+OF_SPACE = ("fid", "inception_score", "kid", "precision", "recall", "density", "coverage")  # by the space's network
 FORMS = {"kid": ".5f", "accuracy": ".1%"}
 
 
@@ -390,7 +401,7 @@ def _measure_folder(args: argparse.Namespace) -> None:
             )
         subjects = in_turn(prompts, len(images))
     _check_extras(args, are_texts(subjects))
-    how = _how_to_measure(args, images.shape[1:], args.device, are_texts(subjects))
+    how = _how_to_measure(args, images.shape[1:], args.device, are_texts(subjects), space_of_files(images))
     with Store(args.out, RECORD, EVALUATION_SCHEMA, {}, compared=()) as store:
         store.claim({}, [GRID])
         ran = what_ran(describe(pick_device(args.device)), command=args.line)
@@ -444,7 +455,8 @@ def _prepare(args: argparse.Namespace, prompts: list[str] | None) -> tuple[Engin
     if engine.device.index is not None:
         torch.cuda.set_device(engine.device)
     size = engine.runner.image_size, engine.runner.image_size
-    how = _how_to_measure(args, size, engine.device, are_texts(subjects))
+    target: Any = checkpoint_files(args.checkpoint)["target"]
+    how = _how_to_measure(args, size, engine.device, are_texts(subjects), space_of(target))
     return engine, request, subjects, settings, how
 
 
@@ -468,35 +480,28 @@ def _check_extras(args: argparse.Namespace, of_texts: bool) -> None:
 
 
 def _how_to_measure(
-    args: argparse.Namespace, size: tuple[int, int], device: torch.device | str, of_texts: bool
+    args: argparse.Namespace, size: tuple[int, int], device: torch.device | str, of_texts: bool, own: str | None
 ) -> dict:
-    """The arguments of `_measured`, tried on a blank image: a wrong file must fail before hours of sampling."""
+    """The arguments of `_measured`, tried on a blank image: a wrong file must fail before hours of sampling.
+
+    `own`: the space of the images' model, if that is bundled.
+    """
     how: dict = {"space": None, "reference": None, "weights": args.weights, "device": device}
-    space = args.space or _usual_space(args, size, of_texts)
+    space = args.space or _usual_space(args, of_texts, own)
     if space:
         how |= {"space": space, "reference": reference_for(space, args.ref), "clip": args.clip, "dinov2": args.dinov2}
         check(*size, **how)
     return how
 
 
-def _usual_space(args: argparse.Namespace, size: tuple[int, int], of_texts: bool) -> str | None:
-    """Inception's if its weights are given, or the bundled models' own. For other images, the first of their size.
+def _usual_space(args: argparse.Namespace, of_texts: bool, own: str | None) -> str | None:
+    """Inception's if its weights are given, or the bundled models' own. Of other images the size says nothing.
 
     None for other images of prompts, without --ref.
     """
-    if args.weights:
-        return INCEPTION
-    if not args.images:
-        target: Any = checkpoint_files(args.checkpoint)["target"]
-        if own := space_of(target):
-            return own
-    if of_texts:
-        return INCEPTION if args.ref else None
-    # images of unknown origin are likely those of the bundled models if they have their size
-    for name, space in SPACES.items():
-        if size == (space.sizes.size, space.sizes.size):
-            return name
-    return INCEPTION
+    if own and not args.weights:
+        return own
+    return INCEPTION if args.weights or args.ref or not of_texts else None
 
 
 def _measured(images: Images, subjects: Any, how: dict, clip: Path | None) -> dict:
@@ -524,6 +529,7 @@ def _report(args: argparse.Namespace, images: Images, subjects: list[Subject] | 
     """Measures the images, writes the report, and prints it."""
     report = {
         "schema": EVALUATION_SCHEMA,
+        "subjects_known": subjects is not None,
         "space": how["space"],
         "weights": None,
         "reference": None,
@@ -545,7 +551,7 @@ def _report(args: argparse.Namespace, images: Images, subjects: list[Subject] | 
     wrote = [f"{args.out / RECORD} (all numbers and settings)"]
     wrote.append(f"{args.out / GRID} (the first images)")
     if args.npz:
-        export_npz(images, args.npz)
+        export_npz(images, args.npz, subjects)
         wrote.append(f"{args.npz} (for ADM's evaluator)")
     print(f"wrote {', '.join(wrote)}")
 

@@ -438,8 +438,8 @@ def _evaluate(parser: Parser) -> None:
     _add_out(group, "evaluation", word)
     _add_parts(parser)
     text = (
-        "measure the images in this directory, or in an .npz such as ADM's, instead of sampling. Classes or prompts"
-        " come from the files that `cspd sample` wrote, or from --prompts, one per image in natural sort order of the"
+        "measure the images in this directory, or in an .npz such as ADM's or .npy, instead of sampling. Classes or"
+        " prompts come from the files that cspd wrote, or from --prompts, one per image in natural sort order of the"
         " file names"
     )
     _add_path(group, "--images", "FOLDER", text)
@@ -450,13 +450,13 @@ def _evaluate(parser: Parser) -> None:
     group = parser.add_argument_group("measures")
     text = (
         "reference: an .npz with mu and sigma (for FID), an .npz with images in arr_0 as ADM's (also for KID, precision"
-        " and recall), or a folder of images (default: the bundled models' training data; none for other models)"
+        " and recall), or a folder of images or of a folder for each class (default: the bundled models' training data;"
+        " none for other models)"
     )
     _add_path(group, "--ref", "FILE", text)
     text = (
         "feature space: inception, or digits or emoji (the bundled classifiers). Default: inception if --weights is"
-        " given; otherwise the bundled models' own. For other models: by the size of the images, such as digits for"
-        " 32x32, or inception; with prompts none without --ref"
+        " given; otherwise the bundled models' own. For other models inception; with prompts none without --ref"
     )
     _rare(group.add_argument("--space", metavar="NAME", help=text))
     _add_weights(group, " (default: downloaded by torch-fidelity)")

@@ -57,7 +57,7 @@ def run_merge(args: argparse.Namespace) -> None:
     with finish(shards):
         wrote = [f"{shards.folder / LIST} (settings, digests)", f"{shards.folder / GRID}"]
         if args.npz:
-            export_npz(shards, args.npz)
+            export_npz(shards, args.npz, shards.subjects())
             wrote.append(f"{args.npz} (for ADM's evaluator)")
         images = listed_images(shards.folder) if args.png or args.tar else []
         if args.png:

@@ -17,6 +17,7 @@ from PIL import Image
 from tabulate import tabulate
 
 from cspd.evaluation.images import are_texts, in_turn
+from cspd.evaluation.metrics import titled
 from cspd.evaluation.scores import student_limit
 from cspd.files import link_of, write_bytes, write_json
 from cspd.method import GUARANTEES
@@ -154,10 +155,15 @@ def columns(report: dict) -> list[Column]:
     shown = []
     for column in COLUMNS:
         if any(row[column.key] is not None for row in report["rows"]):
-            title = column.title.format(**report)
+            title = _title(column, report)
             meaning = column.meaning.format(**report, interval=INTERVAL)
             shown.append(column._replace(title=title, meaning=meaning))
     return shown
+
+
+def _title(column: Column, report: dict) -> str:
+    title = column.title.format(**report)
+    return titled(title, report["space"]) if column.key in ("fid", "inception_score") else title
 
 
 def cell(row: dict, column: Column, short: bool = False) -> str:
@@ -242,7 +248,7 @@ def _missing(report: dict) -> list[str]:
     for column in COLUMNS:
         reason = report["missing"].get(column.key)
         if reason is not None:
-            title = column.title.format(**report)
+            title = _title(column, report)
             titles_by_reason.setdefault(reason, []).append(title)
     return [f"no {', '.join(titles)}: {reason}" for reason, titles in titles_by_reason.items()]
 
@@ -532,7 +538,7 @@ def _panels(report: dict) -> list[Panel]:
     """Quality against speed-up and, for VQ models, tokens per forward pass, which do not depend on the machine."""
     qualities = {
         "accuracy": "fraction recognised by the classifier",
-        "fid": f"FID-{report['images']}, lower is better",
+        "fid": f"{titled('FID', report['space'])} of {report['images']} images, lower is better",
         "clip_score": "CLIP score",
     }
     speeds = {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 import zipfile
-from collections.abc import Iterator, Sequence
-from itertools import cycle, islice
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
+from cspd.evaluation.arrays import beginning, read_arrays
 from cspd.files import Place, check_file, checked_json, explained, misfit, parse_json, publishing
-from cspd.request import Request, to_uint8
+from cspd.request import PNG_TEXT, Request, of_8_bits, to_uint8
 
 # Images to be measured, with 8 bits per channel, in memory or in a folder.
 
@@ -26,9 +28,11 @@ GRID = "grid.png"
 HEATMAP = "heatmap.png"
 LIST = "images.jsonl"  # one line of JSON for each image of a run in shards, or of a folder made from it
 OVERVIEWS = (GRID, HEATMAP)  # our commands write these next to images
-SUFFIXES = (".png", ".jpg", ".jpeg")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP")  # Pillow's default includes formats that it opens with Ghostscript
+RECORDS = (".json", ".jsonl", ".txt")  # of runs, and captions: nobody takes them for images
+NAMED = 3  # files that are not read, in a warning
 DIGITS = 20  # of the numbers in files' names; seeds have at most 19
-FORMATS = ("PNG", "JPEG")  # Pillow's default includes formats that it opens with Ghostscript
 
 
 class Images(Dataset[Tensor]):
@@ -68,22 +72,51 @@ class Watched(Images):
 
 
 def image_files(folder: Path) -> list[Path]:
-    """A folder's PNGs and JPEGs, without hidden files and our own overviews.
+    """The images of a folder or, if it has only subfolders, as of classes, of those; without our own overviews.
 
-    They are sorted by their names, and by the numbers in the names: 2.png comes before 10.png.
+    They are sorted by their names, and by the numbers in the names: 2.png comes before 10.png. A warning counts and
+    names everything else but hidden files and records.
 
     Raises ValueError if there is no such folder or file.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder: give a folder of images")
-    files = []
+    entries = _visible(folder)
+    files = list(filter(_is_image, entries))
+    if not files:
+        inside = [_visible(entry) if entry.is_dir() else [entry] for entry in entries]
+        entries = list(chain.from_iterable(inside))
+        files = list(filter(_is_image, entries))
+    kinds = "PNG, JPEG, WebP or BMP"
+    if not files:
+        raise ValueError(
+            f"{folder} has no images: give a folder of {kinds} files, or of a folder of them for each class"
+        )
+    unread = sorted({*entries} - {*files})
+    if unread:
+        names = [str(path.relative_to(folder)) for path in unread[:NAMED]]
+        names += ["..."] if len(unread) > NAMED else []
+        shown = ", ".join(names)
+        warnings.warn(
+            f"{folder}: {len(files)} images are read; {len(unread)} files or folders are not, since only {kinds} files"
+            f" are: {shown}",
+            stacklevel=2,
+        )
+    return files
+
+
+def _visible(folder: Path) -> list[Path]:
+    """What a user takes for images in a folder, sorted: no hidden files, records or overviews of ours."""
+    shown = []
     for path in folder.iterdir():
         is_ours_or_hidden = path.name in OVERVIEWS or path.name.startswith(".")
-        if path.suffix.lower() in SUFFIXES and not is_ours_or_hidden:
-            files.append(path)
-    if not files:
-        raise ValueError(f"{folder} has no images: give a folder with PNGs or JPEGs, not in subfolders")
-    return sorted(files, key=_by_number)
+        if not is_ours_or_hidden and path.suffix.lower() not in RECORDS:
+            shown.append(path)
+    return sorted(shown, key=_by_number)
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES and path.is_file()
 
 
 class ImageFolder(Images):
@@ -93,20 +126,24 @@ class ImageFolder(Images):
 
     Attributes:
         files: paths of the images. shape: (3, H, W) of each image.
+        checkpoint: of the model that made all images, as their files name it; None if a file names none, or another.
 
     Raises:
         ValueError: no images, files that are not images, or images of several sizes; the message names the first.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.files = image_files(folder)
-        width, height = _size(self.files[0])
+        self.folder, self.files = folder, image_files(folder)
+        width, height = _header(self.files[0])[0]
+        checkpoints = set()
         for path in self.files:
-            own_width, own_height = _size(path)
+            (own_width, own_height), checkpoint = _header(path)
+            checkpoints.add(checkpoint)
             if (own_width, own_height) != (width, height):
                 sizes = f"{own_width}x{own_height} pixels, and others have {width}x{height}"
                 raise ValueError(f"{path} has {sizes}: give a folder of images of one size")
         self.shape = 3, height, width
+        self.checkpoint = checkpoints.pop() if len(checkpoints) == 1 else None
 
     def __len__(self) -> int:
         return len(self.files)
@@ -127,31 +164,34 @@ class ImageFolder(Images):
 
 
 class NpzImages(Images):
-    """A data set of uint8 [3, H, W] over an .npz in ADM's layout: images in `arr_0`, [N, H, W, 3].
+    """A data set of uint8 [3, H, W] over an .npz in ADM's layout: images in `arr_0`, [N, H, W, 3]; or over an .npy.
 
-    Images of uncompressed files stay on the disk until they are read: 50,000 of 256x256 pixels take 10 GB.
+    Images of uncompressed files stay on the disk until they are read.
 
     Attributes:
-        shape: (3, H, W) of each image. labels: their classes, from `arr_1`; None if the file lacks it.
+        shape: (3, H, W) of each image. labels: their classes or prompts, from `arr_1`; None if it has neither.
+
+    Args:
+        arrays: those of the file, if it has been read.
 
     Raises:
-        ValueError: no such file, no images, or other numbers than `to_pixels` takes.
+        FileNotFoundError: no such file. ValueError: no images, or other numbers than `to_pixels` takes.
     """
 
     files: Sequence[Path] = ()  # that prompts could be found by
+    checkpoint: str | None = None  # the file does not name it
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        arrays = arrays or read_arrays(path)
+        if "arr_0" not in arrays:
+            raise ValueError(f"{path} has no images (arr_0): give a file such as ADM's")
         try:
-            with np.load(path) as file:
-                self.labels = file["arr_1"].tolist() if "arr_1" in file.files else None
-            pixels = _mapped(path)
-        except (OSError, KeyError, zipfile.BadZipFile, ValueError) as error:
-            raise ValueError(
-                f"{path} cannot be read as images in an .npz ({error}): give a file such as ADM's"
-            ) from error
-        self.pixels = to_pixels(pixels)
-        _, height, width, _ = self.pixels.shape
+            self.pixels = to_pixels(arrays["arr_0"])
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        num, height, width, _ = self.pixels.shape
         self.shape = 3, height, width
+        self.labels = _subjects_in(arrays["arr_1"], num) if "arr_1" in arrays else None
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -162,33 +202,25 @@ class NpzImages(Images):
         return torch.from_numpy(np.array(self.pixels[index])).permute(2, 0, 1)
 
 
-def has_images(path: Path) -> bool:
-    """Whether an .npz has images in ADM's layout."""
-    with zipfile.ZipFile(path) as archive:
-        return "arr_0.npy" in archive.namelist()
-
-
-def _mapped(path: Path) -> np.ndarray:
-    """`arr_0` of an .npz, mapped from the disk if it is uncompressed."""
-    with zipfile.ZipFile(path) as archive:
-        entry = archive.getinfo("arr_0.npy")
-        if entry.compress_type != zipfile.ZIP_STORED:
-            with np.load(path) as file:
-                return file["arr_0"]
-        with archive.open(entry) as file:
-            read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-            shape, fortran, dtype = read[np.lib.format.read_magic(file)](file)
-            header = file.tell()
-    # a file's local header in the archive: 30 bytes, the last four the lengths of its name and of what follows it
-    with path.open("rb") as file:
-        file.seek(entry.header_offset + 26)
-        begin = entry.header_offset + 30 + sum(np.frombuffer(file.read(4), "<u2").tolist()) + header
-    return np.memmap(path, dtype, "r", begin, shape, "F" if fortran else "C")
+def _subjects_in(array: np.ndarray, num: int) -> list[Any] | None:
+    """The classes of `num` images, from [N], [N, 1] or one-hot [N, C], or their prompts [N]; None of another array."""
+    if array.shape[:1] != (num,):
+        return None
+    if array.ndim == 2 and array.shape[1] == 1:
+        array = array[:, 0]
+    elif array.ndim == 2 and array.dtype.kind != "U":
+        is_one_hot = ((array == 0) | (array == 1)).all() and (array.sum(1) == 1).all()
+        array = array.argmax(1) if is_one_hot else array
+    if array.ndim != 1:
+        return None
+    if array.dtype.kind == "U":
+        return array.tolist()
+    return array.astype(np.int64).tolist() if (array % 1 == 0).all() else None
 
 
 def images_in(path: Path) -> ImageFolder | NpzImages:
-    """The images in a folder or in an .npz. Raises ValueError as they do."""
-    return NpzImages(path) if path.suffix == ".npz" else ImageFolder(path)
+    """The images in a folder, or in an .npz or .npy. Raises as they do."""
+    return ImageFolder(path) if path.is_dir() else NpzImages(path)
 
 
 def _by_number(path: Path) -> tuple[str, str]:
@@ -198,32 +230,30 @@ def _by_number(path: Path) -> tuple[str, str]:
     return padded, path.name
 
 
-def beginning(path: Path) -> str:
-    """The first bytes of a file, for messages: they show whether it is an error page or a Git LFS pointer."""
-    with path.open("rb") as file:
-        return repr(file.read(40))
-
-
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Image.Image]:
-    """A PNG or JPEG whose pixels are not read yet. Raises ValueError, which names the file, for any failure."""
+    """An image file whose pixels are not read yet. Raises ValueError, which names the file, for any failure."""
     try:
         with Image.open(path, formats=FORMATS) as image:
             yield image
     except UnidentifiedImageError as error:
-        raise ValueError(f"{path} is not a PNG or JPEG: it begins with {beginning(path)}") from error
+        raise ValueError(f"{path} is not a PNG, JPEG, WebP or BMP: it begins with {beginning(path)!r}") from error
     except Exception as error:  # a damaged file can fail anywhere in the decoders
         raise ValueError(f"{path} cannot be used as an image ({error}): give another file") from error
 
 
-def _size(path: Path) -> tuple[int, int]:
-    """Width and height, from the header."""
+def _header(path: Path) -> tuple[tuple[int, int], str | None]:
+    """Width and height, and the checkpoint that the settings in a PNG of ours name, or None."""
     with _opened(path) as image:
-        return image.size
+        settings: Any = None
+        with contextlib.suppress(ValueError, RecursionError):
+            settings = parse_json(image.info.get(PNG_TEXT, ""))
+        is_ours = misfit(settings, {"models": {"checkpoint": str}}) is None
+        return image.size, settings["models"]["checkpoint"] if is_ours else None
 
 
 def read_image(path: Path) -> Tensor:
-    """uint8 [3, H, W] of a PNG or JPEG, as torch-fidelity reads it.
+    """uint8 [3, H, W] of an image file, as torch-fidelity reads it.
 
     Pillow converts grey images, palettes and CMYK to RGB. A coloured image of 16 bits loses the lower eight. A grey
     image of 16 bits is scaled: 65535 becomes 255.
@@ -239,17 +269,15 @@ def read_image(path: Path) -> Tensor:
             lowest, _ = image.convert("RGBA").getchannel("A").getextrema()
             if lowest < 255:
                 raise ValueError("it has transparent pixels: put it on a background")
-        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+        # other values than these are invalid, and rotate nothing
+        if image.getexif().get(ExifTags.Base.Orientation) in range(2, 9):
             raise ValueError("its EXIF data rotate it: rotate its pixels instead")
-        if image.mode.startswith("I"):  # 16 bits: Pillow's own conversion would clip instead of scaling
-            scaled = np.rint(np.asarray(image) / 257)
-            image = Image.fromarray(scaled.astype(np.uint8))
-        pixels = np.array(image.convert("RGB"))
+        pixels = of_8_bits(image, "RGB")
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 def to_pixels(images: np.ndarray) -> np.ndarray:
-    """uint8 [N, H, W, 3] of an array of images: integers in 0..255, of any dtype, or floats in 0..1.
+    """uint8 [N, H, W, 3] of an array of images: integers in 0..255, of any dtype, floats in 0..1, or booleans.
 
     Raises:
         ValueError: another shape, no images, or other numbers.
@@ -258,6 +286,8 @@ def to_pixels(images: np.ndarray) -> np.ndarray:
         raise ValueError(f"images of shape {list(images.shape)}: give [N, H, W, 3], one or more")
     if images.dtype == np.uint8:
         return images
+    if images.dtype.kind == "b":
+        return np.where(images, np.uint8(255), np.uint8(0))
     low, high = images.min(), images.max()
     is_float = images.dtype.kind == "f"
     if is_float and low >= 0 and high <= 1:
@@ -280,10 +310,13 @@ def check_npz(path: Path) -> None:
     check_file(path, "--npz")
 
 
-def export_npz(images: Images, path: Path) -> None:
+def export_npz(images: Images, path: Path, subjects: Sequence[Subject] | None = None) -> None:
     """Writes a data set as ADM's evaluator reads it: an uncompressed .npz with arr_0, uint8 [N, H, W, 3].
 
     It writes one image at a time, since 50,000 images of 256x256 pixels take 10 GB. Raises OSError as `publishing`.
+
+    Args:
+        subjects: the images' classes or prompts, for arr_1. Without them, or if one is None, the file lacks it.
     """
     check_npz(path)
     height, width = images[0].shape[1:]
@@ -295,6 +328,9 @@ def export_npz(images: Images, path: Path) -> None:
             for index in range(len(images)):
                 pixels = images[index].permute(1, 2, 0).numpy()
                 file.write(pixels.tobytes())
+        if subjects and None not in subjects:
+            with archive.open("arr_1.npy", "w") as file:
+                np.lib.format.write_array(file, np.array(subjects), allow_pickle=False)
 
 
 # The subject of an image in runs and reports.
@@ -354,12 +390,12 @@ RECORD = "samples.json"
 
 def prompts_of(folder: ImageFolder | NpzImages) -> list[str] | None:
     """The prompts of a folder's images, from the record of their run or their list, or None if it lacks one of them."""
-    if not folder.files:
+    if isinstance(folder, NpzImages):
         return None
     prompts: dict[str, Any] = {}
-    for image in listed_images(folder.files[0].parent):
+    for image in listed_images(folder.folder):
         prompts[image["file"]] = image["request"].get("prompt")
-    found: list[Any] = [prompts.get(path.name) for path in folder.files]
+    found: list[Any] = [prompts.get(str(path.relative_to(folder.folder))) for path in folder.files]
     return None if None in found else found
 
 

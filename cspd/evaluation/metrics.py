@@ -26,14 +26,13 @@ from torch_fidelity.utils import create_feature_extractor
 from tqdm import tqdm
 
 from cspd.device import pick_device
+from cspd.evaluation.arrays import read_arrays
 from cspd.evaluation.images import (
     ImageFolder,
     ImageList,
     Images,
     NpzImages,
     Watched,
-    beginning,
-    has_images,
     images_in,
     read_image,
 )
@@ -284,6 +283,19 @@ def space_of(target: Path) -> str | None:
     return None
 
 
+def space_of_files(images: ImageFolder | NpzImages) -> str | None:
+    """The name of the space for images whose files name the bundled checkpoint that made them, or None."""
+    for name, space in SPACES.items():
+        if images.checkpoint in space.checkpoints:
+            return name
+    return None
+
+
+def titled(title: str, space: str | None) -> str:
+    """A score's title with the name of the space, "FID (digits)", unless that is Inception's, which papers mean."""
+    return title if space in (None, INCEPTION) else f"{title} ({space})"
+
+
 def _stage(in_channels: int, out_channels: int, convolutions: int) -> nn.Sequential:
     """Convolutions with batch normalisation; the first one halves the resolution."""
     layers: list[nn.Module] = []
@@ -404,7 +416,7 @@ class InceptionExtractor(FeatureExtractorInceptionV3):
 
 # The reference that images are compared with: statistics of features, images, or both.
 
-STATISTICS = ("mu", "sigma", "mu_s", "sigma_s")  # in a reference's file, as ADM names them
+ROUNDING = 1e-4  # of a covariance that was computed in float32, relative to its largest values
 
 
 @dataclass(frozen=True)
@@ -447,17 +459,16 @@ def load_reference(path: Path) -> Reference:
     path = Path(path)
     if path.is_dir():
         return _folder_as_reference(path)
-    arrays = _read_npz(path)
-    statistics = spatial = images = None
+    arrays = read_arrays(path)
+    statistics = spatial = None
     try:
         if "mu" in arrays and "sigma" in arrays:
             statistics = to_statistics(arrays["mu"], arrays["sigma"])
         if "mu_s" in arrays and "sigma_s" in arrays:
             spatial = to_statistics(arrays["mu_s"], arrays["sigma_s"])
-        if has_images(path):
-            images = NpzImages(path)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    images = NpzImages(path, arrays) if "arr_0" in arrays else None
     if statistics is None and images is None:
         raise ValueError(f"{path} has neither mu and sigma nor images (arr_0): give an .npz such as ADM's, or a folder")
     return Reference(path.name, file_fingerprint(path), statistics, images, spatial)
@@ -468,33 +479,29 @@ def _folder_as_reference(path: Path) -> Reference:
     digest = hashlib.sha256()
     for file in tqdm(folder.files, desc="reading the reference", unit=" image", delay=2):
         read_image(file)  # a damaged image must fail now, not after hours of sampling
-        digest.update(file.name.encode())
+        digest.update(str(file.relative_to(path)).encode())
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return Reference(path.name, digest.hexdigest(), images=folder)
-
-
-def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    """The statistics in a reference's file, by name."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file or folder: give an .npz such as ADM's, or a folder of images")
-    try:
-        with np.load(path) as file:
-            return {name: file[name] for name in STATISTICS if name in file.files}
-    except Exception as error:  # a damaged file can fail anywhere in the readers
-        raise ValueError(f"{path} cannot be read as .npz ({error}): it begins with {beginning(path)}") from error
 
 
 def to_statistics(mu: np.ndarray, sigma: np.ndarray) -> dict[str, np.ndarray]:
     """The mean [D] and covariance [D, D] of features as float64, by "mu" and "sigma".
 
     Raises:
-        ValueError: other shapes, or values that are not finite numbers.
+        ValueError: other shapes, values that are not finite numbers, or a sigma that is no covariance.
     """
     if mu.ndim != 1 or sigma.shape != (len(mu), len(mu)):
         raise ValueError(f"mu and sigma are {list(mu.shape)} and {list(sigma.shape)}: give [D] and [D, D]")
     mu, sigma = mu.astype(np.float64), sigma.astype(np.float64)
     if not (np.isfinite(mu).all() and np.isfinite(sigma).all()):
         raise ValueError("mu or sigma has NaN or infinite values: give statistics of finite features")
+    if np.abs(sigma - sigma.T).max() > ROUNDING * np.abs(sigma).max():
+        raise ValueError("sigma is not symmetric: give the covariance of features")
+    variances = np.linalg.eigvalsh(sigma)
+    if variances[0] < -ROUNDING * abs(variances[-1]):
+        raise ValueError(
+            f"sigma has the negative variance {variances[0]:.3g} in some direction: give the covariance of features"
+        )
     return {"mu": mu, "sigma": sigma}
 
 
@@ -559,7 +566,10 @@ def extract(
     except CheckpointError as error:
         raise ValueError(f"{error}; torch-fidelity's file of Inception-v3 is {URL_INCEPTION_V3}") from error
     except URLError as error:
-        raise ValueError(f"no network ({error.reason}): give a file of Inception-v3, {URL_INCEPTION_V3}") from error
+        raise ValueError(
+            f"no network ({error.reason}): give --weights a file of Inception-v3, {URL_INCEPTION_V3}; or, for images of"
+            f" bundled models, --space {' or '.join(SPACES)}"
+        ) from error
     except RuntimeError as error:  # other tensors
         if weights is None or isinstance(error, torch.OutOfMemoryError):
             raise
@@ -734,7 +744,7 @@ def scores_of(
     """The scores in `PANEL` that images have, and the reasons for missing ones, by name.
 
     Args:
-        images: a data set of uint8 [3, H, W], such as `ImageList`, or a folder of PNGs, or an .npz in ADM's layout.
+        images: a data set of uint8 [3, H, W], such as `ImageList`, or a folder of them, or an .npz in ADM's layout.
         space: "inception", or a name in `SPACES`: "digits" (32x32 images), "emoji" (64x64).
         weights: torch-fidelity's file of Inception-v3; by default torch-fidelity downloads it.
         labels: the images' classes, for "accuracy". cycle: image i has class i modulo `cycle`; 1 if it has not.

@@ -202,24 +202,32 @@ def _power(matrix: Tensor, power: float) -> Tensor:
     return (vectors * values.clamp(min=0) ** power) @ vectors.T
 
 
-SPLIT = 5000  # images whose Inception scores are averaged, as in ADM's evaluator
+SPLIT = 5000  # images whose Inception scores are averaged, as in papers
+SHUFFLING = 2020  # torch-fidelity's seed of the images' order
+
+
+def num_splits(num: int) -> int:
+    """The number of equal parts of about 5,000 images whose Inception scores are averaged."""
+    return max(1, round(num / SPLIT))
 
 
 def inception_score(logits: Tensor, part: Tensor | None = None) -> Score:
-    """The Inception score of logits [N, C]: the mean over each 5,000 images of exp(mean KL(p(y|x) || p(y))).
+    """The Inception score of logits [N, C]: the mean over `num_splits` parts of exp(mean KL(p(y|x) || p(y))).
 
-    Salimans et al. (arXiv 1606.03498), with the parts of ADM's evaluator, in the images' order. As there, the last part
-    counts as much as the others, even if it has one image (whose value is 1): give a multiple of 5,000.
+    Salimans et al. (arXiv 1606.03498), with torch-fidelity's parts: of equal size, in a random order. A part of images
+    that are sorted by class would have few of the classes, and one of a single image has the score 1.
     """
-    values, influences = [], []
-    for some in logits.double().split(SPLIT):
-        log_p = some.log_softmax(1)
+    values = []
+    influence = torch.empty(len(logits), dtype=torch.float64)
+    order = torch.from_numpy(np.random.RandomState(SHUFFLING).permutation(len(logits)))
+    for rows in order.tensor_split(num_splits(len(logits))):
+        log_p = logits[rows].double().log_softmax(1)
         marginal = log_p.exp().mean(0)
         information = (log_p.exp() * (log_p - marginal.log())).nansum(1)  # 0 log 0 = 0
         value = information.mean().exp()
         values.append(value)
-        influences.append(value * (information - information.mean()))
-    return from_influence(torch.stack(values).mean().item(), torch.cat(influences), part)
+        influence[rows] = value * (information - information.mean())
+    return from_influence(torch.stack(values).mean().item(), influence, part)
 
 
 # Maximum mean discrepancies (KID, CMMD): unbiased, of all images.

@@ -64,6 +64,7 @@ def test_the_users_arguments_override_the_published_ones():
 def test_rows_with_weights_are_run_and_shown_beside_the_published_numbers(tmp_path, capsys, monkeypatch):
     """The bundled model stands in for one row; the other has no weights."""
     common = {"num": 20, "method": "ar", "num_iter": 2, "num_sampling_steps": 10, "cfg": 1.0, "max_batch": 10}
+    common["space"] = "digits"
     rows = [
         {"name": "ours", "checkpoint": small_checkpoint(), "published": {"fid": 1.5}},
         {"name": "theirs", "checkpoint": "nowhere/model", "published": {"fid": 2.5}},

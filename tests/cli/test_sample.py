@@ -377,8 +377,8 @@ def test_the_record_is_written_twice_for_any_number_of_images(engine, tmp_path, 
 
 COMMANDS = {  # with the names of some files that they write
     "sample --num 1 --heatmap": ["00000_label0_seed0.png", "grid.png", "heatmap.png", JOURNAL],
-    "evaluate --num-images 20": ["00001.npz", "evaluation.json", "grid.png"],
-    "evaluate --device cpu --images": ["grid.png"],
+    "evaluate --space digits --num-images 20": ["00001.npz", "evaluation.json", "grid.png"],
+    "evaluate --space digits --device cpu --images": ["grid.png"],
     "compare --num 1 --methods ar": ["chunks/00-00000.npz", "report.html", "comparison.csv"],
 }
 
@@ -407,7 +407,7 @@ def test_files_of_others_stay(whole, tmp_path, capsys, command):
 
 
 def test_measuring_a_folder_again_replaces_its_own_report(whole, tmp_path, capsys):
-    arguments = ["evaluate", "--device", "cpu", "--images", str(whole), "--out", str(tmp_path)]
+    arguments = ["evaluate", "--space", "digits", "--images", str(whole), "--out", str(tmp_path)]
     report = tmp_path / "evaluation.json"
     assert main(arguments) == 0
     assert json.loads(report.read_text())["files"] == ["grid.png"]

@@ -61,7 +61,7 @@ def test_all_forms_say_the_same(made, tmp_path):
     assert by_title[0]["images/s"] == "2.00 (1.50..3.00)" and by_title[0]["peak MiB"] == "3"
     assert [line["p coupled"] for line in by_title] == ["", "0.004", "0.500", ""]
     assert by_title[2]["TV bound"] == "0.250 [0.240, 0.260]" and by_title[1]["TV bound"] == ""
-    assert [line["FID-12"] for line in by_title] == ["9.50 [9.38, 9.75]", "9.25", "9.00", "8.00"]
+    assert [line["FID-12 (digits)"] for line in by_title] == ["9.50 [9.38, 9.75]", "9.25", "9.00", "8.00"]
     assert "IS" not in cells[0] and "head calls/token" not in cells[0]
 
 
@@ -119,7 +119,14 @@ def test_the_page_needs_no_other(made, tmp_path):
     both = np.asarray(Image.open(tmp_path / "speed_quality.png").convert("RGB"))
     assert (np.concatenate([plot[..., :3] for plot in plots], axis=1) == both).all()
     assert all((picture == images[i // 10][i % 10]).all() for i, picture in enumerate(shown))
-    for told in ("a <cpu>", "r.npz", "no IS: 12 images: 20 are needed", "FID-12: of 12", "cfg=3.0", "threads: 3"):
+    for told in (
+        "a <cpu>",
+        "r.npz",
+        "no IS (digits): 12 images: 20 are needed",
+        "FID-12: of 12",
+        "cfg=3.0",
+        "threads: 3",
+    ):
         assert told in html.text
     assert "t.safetensors, 1.2 million parameters, sha256 eeeeeeeeeeee\n" in html.text
     assert "eeeeeeeeeeee (of a|b <i>&)" in html.text

@@ -5,22 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from digits import coloured_digits
 from make_reference_stats import drawn, write_reference
 from pictures import data_of
 from safetensors.torch import save_file
+from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
 from training import HELD_OUT_SEED
 
 import cspd
 from cspd import models
 from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
-from cspd.cli.evaluate import _check_limits, how_to_evaluate
+from cspd.cli.evaluate import _check_limits, _usual_space, how_to_evaluate
 from cspd.comparison.study import Configuration
-from cspd.evaluation.images import ImageList
+from cspd.evaluation.images import ImageList, images_in
 from cspd.evaluation.metrics import (
     SPACES,
     Classifier,
@@ -30,6 +33,7 @@ from cspd.evaluation.metrics import (
     features,
     load_classifier,
     load_reference,
+    space_of_files,
 )
 from cspd.evaluation.run import Shards
 from cspd.request import to_pil, to_uint8
@@ -58,7 +62,7 @@ def toy(tmp_path_factory):
 
 
 def test_evaluate_takes_the_models_own_space(tmp_path):
-    """For images without a model, it takes the space of their size."""
+    """Also for existing images, if their settings name the model. Of other images the size says nothing."""
     out = tmp_path / "out"
     assert main(["evaluate", *PLAIN, "--method", "ar", "--num", str(NUM), "--out", str(out)]) == 0
     report = json.loads((out / "evaluation.json").read_text())
@@ -71,11 +75,37 @@ def test_evaluate_takes_the_models_own_space(tmp_path):
     recognised = load_classifier("toy").out(found).argmax(1) == torch.arange(NUM) % 10
     assert report["accuracy"] == pytest.approx(recognised.float().mean().item())
 
-    for i in range(NUM):
-        to_pil(images[i]).save(tmp_path / f"{i:05d}_label{i % 10}_seed{i}.png")
-    assert main(["evaluate", "--images", str(tmp_path), "--device", "cpu", "--out", str(tmp_path / "again")]) == 0
+    pngs = tmp_path / "pngs"
+    assert main(["merge", str(out), "--png", str(pngs), "--npz", str(tmp_path / "all.npz")]) == 0
+    assert main(["evaluate", "--images", str(pngs), "--device", "cpu", "--out", str(tmp_path / "again")]) == 0
     again = json.loads((tmp_path / "again" / "evaluation.json").read_text())
     assert again["space"] == "toy" and again["fid"] == pytest.approx(report["fid"], rel=1e-5)
+    assert space_of_files(images_in(tmp_path / "all.npz")) is None
+    to_pil(images[0]).save(pngs / "of_somebody.png")
+    assert space_of_files(images_in(pngs)) is None
+
+
+@pytest.mark.parametrize("given", [{}, {"ref": "my.npz"}, {"weights": "inception.pth"}])
+def test_the_usual_space(given):
+    args = argparse.Namespace(**{"ref": None, "weights": None} | given)
+    assert _usual_space(args, False, "toy") == ("inception" if args.weights else "toy")
+    assert _usual_space(args, False, None) == "inception"
+    assert _usual_space(args, True, None) == ("inception" if given else None)
+
+
+@pytest.mark.slow
+def test_inception_judges_images_of_unknown_origin(tmp_path, inception, monkeypatch, capsys):
+    """Also those of the size of a bundled model's. Other spaces are asked for."""
+    weights = tmp_path / "hub" / "checkpoints" / Path(URL_INCEPTION_V3).name  # as if torch-fidelity had fetched them
+    weights.parent.mkdir(parents=True)
+    weights.symlink_to(inception)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    np.savez(tmp_path / "noise.npz", np.random.default_rng(0).integers(0, 256, (2, SIDE, SIDE, 3), np.uint8))
+    measure = ["evaluate", "--images", str(tmp_path / "noise.npz"), "--device", "cpu", "--out", str(tmp_path / "out")]
+    for more, space, title in (([], "inception", "FID  "), (["--space", "toy"], "toy", "FID (toy)")):
+        assert main([*measure, *more]) == 0
+        report = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+        assert report["space"] == space and f"\n{title}" in capsys.readouterr().out
 
 
 def test_compare_and_tune_take_it_too():

@@ -491,7 +491,7 @@ def test_sample_prints_lazy_backbone_calls(tmp_path, capsys):
 
 def test_evaluate_resumes_with_the_head_calls_that_were_chosen(tmp_path, capsys):
     for _ in range(2):
-        run("evaluate", tmp_path, "--method", "calibrated", "--audit", "0.5")
+        run("evaluate", tmp_path, "--method", "calibrated", "--audit", "0.5", "--space", "digits")
         sampling = json.loads((tmp_path / "evaluation.json").read_text())["sampling"]
         assert sampling["images_made"] == 2 and sampling["guarantee"] == "measured"
         assert sampling["divergence"] is not None and sampling["audit"] > 0
