@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import multiprocessing
+import pickle
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,7 @@ import torch
 from conftest import relative_error
 from toys import toy_mar, toy_models
 
-from cspd import Engine, MARModels, Request, VQModels, noise
+from cspd import Engine, MARModels, Request, VQModels, load, noise
 from cspd import engine as cspd_engine
 from cspd.device import Precision
 from cspd.engine import AHEAD, FairLock
@@ -339,6 +341,48 @@ def test_outputs_finished_before_a_round_that_fails_are_returned(own, models, mo
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):
             engine.step()
     assert engine.step().keys() == {ticket} and engine.step() == {}
+
+
+def check_forked(engine, requests):
+    """In a forked process: every call that would compute says what to do instead."""
+    calls = [
+        lambda: engine.generate(requests),
+        lambda: next(engine.stream(requests)),
+        lambda: engine.add_request(requests[0]),
+        lambda: engine.decode(torch.zeros(engine.runner.seq_len, dtype=torch.int64)),
+        lambda: Engine(VQModels(**toy_models())),
+        load,
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"get_context\('spawn'\)"):
+            call()
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs a copy of this process")
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_is_told_how_to_start():
+    """There torch's threads would never answer."""
+    engine = Engine(VQModels(**toy_models()), max_batch=1, device="cpu")
+    prepared = engine.prepare_all([Request(1, method="ar")])  # needs no lock when it runs
+    process = multiprocessing.get_context("fork").Process(target=check_forked, args=(engine, prepared))
+    process.start()
+    process.join(20)
+    process.kill()
+    assert process.exitcode == 0
+
+
+def test_a_pickled_engine_is_loaded_again():
+    engine = load("emoji64_text", max_batch=3, precision="bf16", device="cpu").with_slots(2)
+    again = pickle.loads(pickle.dumps(engine))
+    assert repr(again) == repr(engine) and again.origins == engine.origins
+    assert again.describe() == engine.describe()
+    assert again.runner.target is not engine.runner.target
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_engine_of_models_in_memory_is_not_pickled(copied):
+    with pytest.raises(TypeError, match="save_pretrained"):
+        copied(Engine(VQModels(**toy_models()), max_batch=1, device="cpu"))
 
 
 def test_a_lock_is_fair_and_reentrant():
