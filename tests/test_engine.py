@@ -32,7 +32,7 @@ from mar.checkpoint import create_vae
 from mar.model import MAR, MARConfig
 from mar.vae import AutoencoderKL, KLConfig
 
-PIXELS = 1e-3
+PIXELS = 3e-3
 QUICK = {"method": "ar", "num_iter": 8, "num_sampling_steps": 10}
 
 
@@ -188,7 +188,7 @@ def test_requests_of_any_iterable_and_a_single_one(small_mar):
     for requests in (iter([one, one]), (one, one)):
         outputs = engine.generate(requests)
         assert len(outputs) == 2
-        assert all(relative_error(output.tokens, expected.tokens) < 1e-3 for output in outputs)
+        assert all(relative_error(output.tokens, expected.tokens) < 1e-2 for output in outputs)
     assert engine.generate([]) == []
 
 

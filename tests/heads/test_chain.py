@@ -109,7 +109,7 @@ def test_splitting_the_table_of_modulations_changes_nothing(per_table, chain, sm
 def test_bf16_keeps_the_first_step_in_float32(chain):
     """There rounding grows 316 times."""
     run, _, _ = chain
-    assert 0 < relative_error(run(precision=Precision("bf16", CPU)), run()) < 0.02
+    assert 0 < relative_error(run(precision=Precision("bf16", CPU)), run()) < 0.05
 
 
 def test_bf16_keeps_the_first_call_of_calibrated_in_float32(chain, small_mar):
