@@ -17,6 +17,7 @@ from cspd.noise import Purpose
 
 GOLDEN = Path(__file__).parent / "golden"
 GOLDEN_MAR = Path(__file__).parents[1] / "checkpoints/digits32/draft.safetensors"  # weights of the small golden MAR
+IMAGES, CODES = 10_000, 20_000  # streams of drawn inputs; weights have the first ones
 SAMPLE_SETTINGS = {  # settings of the samples in MAR's file
     "iter4": dict(num_iter=4, cfg=1.0),
     "iterL": dict(num_iter=64, cfg=1.0),

@@ -23,14 +23,13 @@ sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 import torch
 from causals import LABELS, STEPS, normals_of
-from golden_files import GOLDEN, GOLDEN_MAR, SAMPLE_SETTINGS, drawn, drawn_weights
+from golden_files import CODES, GOLDEN, GOLDEN_MAR, IMAGES, SAMPLE_SETTINGS, drawn, drawn_weights
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cspd import noise
 
-IMAGES, CODES = 10_000, 20_000  # streams of drawn inputs; weights have the first ones
 SHARED = {"dim": 32, "n_layer": 2, "n_head": 2, "diff_layers": 4, "diff_adanln_layers": 2, "latent_dim": 8}
 SHARED |= {"diff_batch_mul": 1, "cls_token_num": 4, "num_classes": 10}
 SPHERE = SHARED | {"diff_dim": 48, "patch_size": 8, "resolution": 32}
@@ -113,7 +112,7 @@ def make_sphere(path: Path) -> None:
     shapes = fill(model)
     image = drawn(IMAGES, (1, 3, 32, 32))
     outputs = sampled(model, sampling)
-    outputs |= {"encode.image": image, "encode.moments": model.vae.quant_proj(model.vae.encoder(image))}
+    outputs |= {"encode.moments": model.vae.quant_proj(model.vae.encoder(image))}
     buffers = {f"model.{name}": value for name, value in model.state_dict().items() if name not in shapes}
     save("sphere", SPHERE, shapes, outputs | buffers)
 
@@ -134,7 +133,7 @@ def make_bitdance(path: Path) -> None:
         shapes = fill(model)
         image = drawn(IMAGES, (1, 3, config["resolution"], config["resolution"]))
         outputs = sampled(model, own_sampling)
-        outputs |= {"encode.image": image, "encode.codes": model.vae.encode(image)[0]}
+        outputs |= {"encode.codes": model.vae.encode(image)[0]}
         save(name, config, shapes, outputs)
 
 
