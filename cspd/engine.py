@@ -29,7 +29,7 @@ from cspd.method import ModelRunner, Prepared, choose, families_for
 from cspd.models import Models, placed, save_models
 from cspd.option import LARGEST_INTEGER, check_integer, plain
 from cspd.request import Label, Output, Request, RoundStats, Sequence, Stopwatch, is_several, requests_of
-from cspd.terminal import shortened
+from cspd.terminal import progress_bar, shortened
 
 # From finished sequences to outputs: a GPU decodes images while the next rounds run.
 
@@ -343,7 +343,7 @@ class _Bar:
                 form = "{l_bar}{bar}| {n:.1f}/{total} images [{elapsed}<{remaining}, {rate_fmt}]"
             # The remaining time follows from the mean rate: images that begin or end together make the latest rate a
             # bad estimate. tqdm's own `miniters` would skip updates without smoothing.
-            self._bar = tqdm(total=self._total, unit=" image", bar_format=form, smoothing=0, miniters=0)
+            self._bar = progress_bar(total=self._total, unit=" image", bar_format=form, smoothing=0, miniters=0)
         self._bar.n = finished + sum(sequence.fraction_done for sequence in running) * (1 - DECODING)
         self._bar.update(0)
 

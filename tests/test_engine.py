@@ -21,7 +21,7 @@ import torch
 from conftest import relative_error
 from toys import toy_mar, toy_models
 
-from cspd import Engine, MARModels, Request, VQModels, load, noise
+from cspd import Engine, MARModels, Request, VQModels, load, noise, terminal
 from cspd import engine as cspd_engine
 from cspd.device import Precision
 from cspd.engine import AHEAD, FairLock
@@ -683,7 +683,7 @@ def test_on_a_gpu_only_the_end_is_waited_for(small_mar):
         assert made.stats.seconds == pytest.approx({phase: count / 1000 for phase, count in phases.items()})
 
 
-class Watched(cspd_engine.tqdm):
+class Watched(terminal.tqdm):
     """A bar that records the numbers it showed."""
 
     shown: ClassVar[list[float]] = []
@@ -697,7 +697,7 @@ class Watched(cspd_engine.tqdm):
 def test_the_bar_moves_while_images_are_decoded(small_mar, monkeypatch, num):
     """All images finish in one round, and a CPU decodes a few of them at a time."""
     engine = Engine(MARModels(small_mar, vae=create_vae("kl_digits32")), max_batch=num, device="cpu")
-    monkeypatch.setattr(cspd_engine, "tqdm", Watched)
+    monkeypatch.setattr(terminal, "tqdm", Watched)
     monkeypatch.setattr(Watched, "shown", [])
     engine.generate([Request(1, i, "ar", num_iter=2, num_sampling_steps=2) for i in range(num)], progress=True)
     shown = Watched.shown
