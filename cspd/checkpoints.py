@@ -419,7 +419,9 @@ def load(
         graphs=graphs,
     )
     engine.origins = origins
-    engine.loaded = functools.partial(load, *checkpoints, arch=arch, **given)
+    engine.loaded = functools.partial(
+        load, *checkpoints, arch=arch, vae=vae, draft=draft, eagle=eagle, text_encoder=text_encoder
+    )
     return engine
 
 

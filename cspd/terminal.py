@@ -393,7 +393,7 @@ class _Lines(io.TextIOBase):
         self._stream = stream
 
     @property
-    def encoding(self) -> str:  # by which tqdm chooses the bar's characters
+    def encoding(self) -> str:  # type: ignore[override] # by which tqdm chooses the bar's characters
         return self._stream.encoding
 
     def write(self, text: str) -> int:
