@@ -23,7 +23,7 @@ from cspd.discrete.family import VQModels, cache_bytes, check_draft, working_byt
 from cspd.discrete.hf import CONFIG, Folder, HFEagle, is_hf, load_hf_eagle, opened, read, read_prompts
 from cspd.discrete.registry import CHAMELEON_DECODER, load_eagle, load_gpt, load_tokenizer
 from cspd.discrete.text import TextEncoder
-from cspd.engine import Engine
+from cspd.engine import Engine, check_not_forked
 from cspd.files import CALIBRATION, identity_of, weight_files
 from cspd.masked.family import MARModels
 from cspd.method import method_of
@@ -386,7 +386,9 @@ def load(
         ValueError: as in `Engine`, weights that do not fit into memory, an unknown arch, an EAGLE drafter for a MAR, a
             text encoder for a class-conditional model, or several checkpoints with one arch, vae, draft, eagle or text
             encoder.
+        RuntimeError: as in `Engine`.
     """
+    check_not_forked()
     checkpoints = checkpoints or ("digits32",)
     check_of_one(checkpoints, arch, vae, draft, eagle, text_encoder)
     named = {"vae": vae, "draft": draft, "eagle": eagle, "text_encoder": text_encoder}
@@ -417,6 +419,9 @@ def load(
         graphs=graphs,
     )
     engine.origins = origins
+    engine.loaded = functools.partial(
+        load, *checkpoints, arch=arch, vae=vae, draft=draft, eagle=eagle, text_encoder=text_encoder
+    )
     return engine
 
 

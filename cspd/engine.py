@@ -29,7 +29,7 @@ from cspd.method import ModelRunner, Prepared, choose, families_for
 from cspd.models import Models, placed, save_models
 from cspd.option import LARGEST_INTEGER, check_integer, plain
 from cspd.request import Label, Output, Request, RoundStats, Sequence, Stopwatch, is_several, requests_of
-from cspd.terminal import shortened
+from cspd.terminal import progress_bar, shortened
 
 # From finished sequences to outputs: a GPU decodes images while the next rounds run.
 
@@ -255,7 +255,18 @@ class Scheduler:
             self.release(list(batch))
 
 
-# Threads share an engine: one at a time runs a round, or changes what is in flight.
+# Threads share an engine: one at a time runs a round, or changes what is in flight. Processes do not share it.
+
+_processes: set[int] = set()  # those that made an engine
+
+
+def check_not_forked() -> None:
+    """Raises RuntimeError if this process was forked from one with an engine: torch's threads would never answer."""
+    if _processes and os.getpid() not in _processes:
+        raise RuntimeError(
+            "this process was forked from one with an engine, and torch does not survive that: start it with"
+            " multiprocessing.get_context('spawn'), and call cspd.load in it"
+        )
 
 
 class FairLock:
@@ -271,7 +282,8 @@ class FairLock:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Holds the lock inside the block."""
+        """Holds the lock inside the block. Raises RuntimeError in a forked process."""
+        check_not_forked()
         if self._owner == threading.get_ident():  # reentrant
             yield
             return
@@ -331,7 +343,7 @@ class _Bar:
                 form = "{l_bar}{bar}| {n:.1f}/{total} images [{elapsed}<{remaining}, {rate_fmt}]"
             # The remaining time follows from the mean rate: images that begin or end together make the latest rate a
             # bad estimate. tqdm's own `miniters` would skip updates without smoothing.
-            self._bar = tqdm(total=self._total, unit=" image", bar_format=form, smoothing=0, miniters=0)
+            self._bar = progress_bar(total=self._total, unit=" image", bar_format=form, smoothing=0, miniters=0)
         self._bar.n = finished + sum(sequence.fraction_done for sequence in running) * (1 - DECODING)
         self._bar.update(0)
 
@@ -373,8 +385,11 @@ class Engine:
 
     Attributes:
         origins: by family, the checkpoint and files that `cspd.load` took its models from; empty for models in memory.
+        loaded: `cspd.load` with the arguments that gave these models, which pickles and copies call again; None for
+            models in memory.
 
     Raises:
+        RuntimeError: this process was forked from one that has an engine.
         ValueError: the models are incompatible, the device or the precision does not exist, graphs without CUDA, or
             too little memory.
     """
@@ -390,6 +405,8 @@ class Engine:
         cache: Path | None = None,
         noise: types.ModuleType = philox_noise,
     ) -> None:
+        check_not_forked()
+        _processes.add(os.getpid())
         max_batch = plain(max_batch)
         families = {getattr(each, "family", None) for each in models}
         if not models or None in families or len(families) < len(models):
@@ -409,6 +426,7 @@ class Engine:
             self.runners[each.family] = runner
         self._classes = {each.family: each.classes for each in self._models}
         self.origins: Mapping[str, Mapping[str, str]] = {}
+        self.loaded: Callable[..., Engine] | None = None
         self.num_slots = max_batch
         self._closed = False
 
@@ -448,7 +466,7 @@ class Engine:
         engine = Engine(*self._models, max_batch=max_batch, device=self.device, precision=precision, **self._settings)
         for family, runner in self.runners.items():
             engine.runners[family].adopt(runner)
-        engine.origins = self.origins
+        engine.origins, engine.loaded = self.origins, self.loaded
         return engine
 
     def moved_to(self, device: str | torch.device) -> Engine:
@@ -461,9 +479,20 @@ class Engine:
             return self
         policy = self.precision.policy
         engine = Engine(*self._models, max_batch=self.num_slots, device=device, precision=policy, **self._settings)
-        engine.origins = self.origins
+        engine.origins, engine.loaded = self.origins, self.loaded
         self.close()
         return engine
+
+    def __reduce__(self) -> tuple:
+        """Pickles and copies load the models again. Raises TypeError for models in memory."""
+        self._check_open()
+        if self.loaded is None:
+            raise TypeError(
+                "an engine with models in memory cannot be pickled or copied: write them with save_pretrained, and call"
+                " cspd.load where they are needed"
+            )
+        how = {"precision": self.precision.policy, "compiled": self.compiled, "graphs": self._settings["graphs"]}
+        return functools.partial(self.loaded, max_batch=self.num_slots, device=str(self.device), **how), ()
 
     def describe(self) -> dict:
         """The machine and the settings of this engine, for records."""

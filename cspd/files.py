@@ -6,6 +6,7 @@ import base64
 import contextlib
 import dataclasses
 import errno
+import functools
 import hashlib
 import itertools
 import json
@@ -383,8 +384,20 @@ Kind = TypeVar("Kind", bound=Measured)
 
 
 def user_cache() -> Path:
-    """The user's cache folder for cspd: on Linux $XDG_CACHE_HOME/cspd, or ~/.cache/cspd."""
-    return platformdirs.user_cache_path("cspd")
+    """The user's cache folder for cspd: on Linux $XDG_CACHE_HOME/cspd, or ~/.cache/cspd.
+
+    Without a home directory it is a temporary folder that ends with this process: others could write to a lasting one.
+    """
+    with contextlib.suppress(RuntimeError):  # no HOME, and a user whom the system does not know
+        path = platformdirs.user_cache_path("cspd")
+        if path.is_absolute():  # "~" stays in older versions
+            return path
+    return Path(_temporary_cache().name)
+
+
+@functools.cache
+def _temporary_cache() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="cspd-")
 
 
 def is_bundled(folder: Path) -> bool:

@@ -410,8 +410,9 @@ def compiled(function: Callable[..., Any], what: str) -> Callable[..., Any]:
 def programs_folder() -> Path:
     """The folder in which torch.compile keeps programs: the user's setting, or one in the user's cache folder."""
     if FOLDER not in os.environ:
-        own = platformdirs.user_cache_path("cspd") / "compiled"
-        with suppress(OSError):  # it cannot be written: then torch uses a temporary one
+        # it cannot be written, or there is no home directory: then torch uses a temporary one
+        with suppress(OSError, RuntimeError):
+            own = platformdirs.user_cache_path("cspd") / "compiled"
             own.mkdir(parents=True, exist_ok=True)
             os.environ[FOLDER] = str(own)
     return Path(os.environ.get(FOLDER, tempfile.gettempdir()))

@@ -14,7 +14,6 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from cspd.checkpoints import load, run_settings
 from cspd.engine import Engine
@@ -23,6 +22,7 @@ from cspd.evaluation.run import SIZE, Shards, finish, generate, plan, shards_sto
 from cspd.files import Place, place_of
 from cspd.request import Request
 from cspd.runs import locked, summary_of
+from cspd.terminal import progress_bar
 
 try:
     import ray
@@ -130,7 +130,7 @@ def make(
     with (
         locked(out),
         _errors(),
-        tqdm(total=num, smoothing=0, disable=not progress, unit=" image", bar_format=BAR) as bar,
+        progress_bar(total=num, smoothing=0, disable=not progress, unit=" image", bar_format=BAR) as bar,
     ):
         for row in rows.iter_rows():
             made += row["made"]

@@ -417,8 +417,10 @@ def summary_of(stats: Sequence[dict], generated: int, seconds: float) -> dict:
 
     Statistics of older versions may lack `LAZY` and `MEASURED`.
     """
+    guarantees = [each["guarantee"] for each in stats]
     summary = {
-        "guarantee": stats[0]["guarantee"],
+        # an image may have a weaker one than its settings promise
+        "guarantee": next((own for own in guarantees if own != guarantees[0]), guarantees[0]),
         "images_made": generated,
         "seconds": seconds,
         "images_per_second": generated / seconds,

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import difflib
 import errno
+import io
 import ipaddress
 import json
 import os
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -377,11 +379,47 @@ def _follow(launcher: int) -> None:
     os._exit(128 + signal.SIGTERM)
 
 
-# Progress of slow work, on the error stream.
+# The standard streams: one that is closed, and progress of slow work on the error stream.
+
+
+def open_streams() -> None:
+    """Sends to nowhere what would be written to a closed standard stream (`>&-`).
+
+    Otherwise the next file that is opened would have the stream's number, and get what C libraries print.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+
 
 PATIENCE = 0.7  # seconds; faster work is not mentioned
+SELDOM = 30.0  # seconds from line to line of a bar without a terminal
 Advance = Callable[[float], None]  # reports how much more is done
 BAR = "{l_bar}{bar}| [{elapsed}<{remaining}]"
+
+
+class _Lines(io.TextIOBase):
+    """Writes each state of a bar as a line of its own: in a file it cannot replace the one before."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override] # by which tqdm chooses the bar's characters
+        return self._stream.encoding
+
+    def write(self, text: str) -> int:
+        if text.strip():
+            self._stream.write(f"{text.strip()}\n")
+            self._stream.flush()
+        return len(text)
+
+
+def progress_bar(*args: Any, **settings: Any) -> tqdm:
+    """tqdm's bar; without a terminal or a notebook, a line now and then."""
+    if not sys.stderr.isatty() and "ipykernel" not in sys.modules:
+        settings |= {"file": _Lines(sys.stderr), "mininterval": SELDOM, "maxinterval": SELDOM}
+    return tqdm(*args, **settings)
 
 
 def no_advance(amount: float) -> None:

@@ -8,12 +8,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from golden_files import GOLDEN, Golden, golden_mar, relative_error  # noqa: F401 - tests take them from here
+from golden_files import GOLDEN, GOLDEN_MAR, Golden, relative_error  # noqa: F401 - tests take them from here
 
 import cspd
 import cspd.checkpoints
 from cspd import terminal
 from cspd.discrete.gpt import GPT, GPTConfig, VQConfig, VQModel
+from mar.checkpoint import load_mar
 from mar.model import MAR
 from mar.vae import AutoencoderKL, KLConfig
 
@@ -38,8 +39,8 @@ def vae_golden() -> Golden:
 
 
 @pytest.fixture(scope="session")
-def small_mar(mar_golden: Golden) -> MAR:
-    return golden_mar(mar_golden)
+def small_mar() -> MAR:
+    return load_mar(GOLDEN_MAR).eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from cspd import noise
 from cspd.noise import Purpose
-from mar.model import MAR, MARConfig
 
 GOLDEN = Path(__file__).parent / "golden"
+GOLDEN_MAR = Path(__file__).parents[1] / "checkpoints/digits32/draft.safetensors"  # weights of the small golden MAR
+IMAGES, CODES = 10_000, 20_000  # streams of drawn inputs; weights have the first ones
 SAMPLE_SETTINGS = {  # settings of the samples in MAR's file
     "iter4": dict(num_iter=4, cfg=1.0),
     "iterL": dict(num_iter=64, cfg=1.0),
@@ -23,6 +25,18 @@ SAMPLE_SETTINGS = {  # settings of the samples in MAR's file
     "iter4_cfg3_linear": dict(num_iter=4, cfg=3.0, cfg_schedule="linear"),
     "iter4_cfg3_constant_t095": dict(num_iter=4, cfg=3.0, cfg_schedule="constant", temperature=0.95),
 }
+
+
+def official_shapes(name: str) -> dict[str, dict[str, list[int]]]:
+    """The shapes of the official models' tensors, by model and name: in the file, {n} stands for each of 0 .. n - 1."""
+    models = json.loads((GOLDEN / f"shapes_{name}.json").read_text())
+    found: dict[str, dict[str, list[int]]] = {model: {} for model in models}
+    for model, shapes in models.items():
+        for tensor, shape in shapes.items():
+            layers = re.search(r"\{(\d+)\}", tensor)
+            numbers = range(int(layers[1])) if layers else [0]
+            found[model] |= {re.sub(r"\{\d+\}", str(number), tensor): shape for number in numbers}
+    return found
 
 
 def drawn(stream: int, shape: Sequence[int]) -> Tensor:
@@ -46,7 +60,7 @@ def drawn_weights(shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
 class Golden(dict):
     """The tensors of a golden file by name, with `config` and `weights` of its model.
 
-    The weights are in the file (`model.`), or else drawn: then the file has their names and shapes.
+    The weights are drawn, by the names and shapes in the file; buffers (`model.`) are in the file.
     """
 
     def __init__(self, name: str) -> None:
@@ -56,44 +70,6 @@ class Golden(dict):
         self.config = json.loads(metadata["config"])
         self.weights = drawn_weights(json.loads(metadata.get("shapes", "{}")))
         self.weights |= {key.removeprefix("model."): self[key] for key in self if key.startswith("model.")}
-
-
-class GoldenNoise:
-    """The random numbers of a golden file, in place of `cspd.noise`; a request's seed is its row in the file."""
-
-    def __init__(self, golden: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
-        names = ("sample.orders", "sample.init_noise", "sample.step_noise")
-        self.orders, self.init_noise, self.step_noise = (golden[name].to(device) for name in names)
-
-    def order(self, seed: Tensor, length: int) -> Tensor:
-        return self.orders[seed].flip(1)  # the file's orders are consumed from their end
-
-    def initial(self, seed: Tensor, position: Tensor, channels: int, index: int) -> Tensor:
-        return self.init_noise[seed, position]
-
-    def steps(self, seed: Tensor, position: Tensor, step: Tensor, channels: int, index: int) -> Tensor:
-        return self.step_noise[seed, position][:, step].transpose(0, 1)
-
-
-def golden_mar(golden: Golden) -> MAR:
-    """The small MAR of its golden file."""
-    c = golden.config
-    config = MARConfig(
-        img_size=c["img"],
-        vae_stride=c["stride"],
-        patch_size=c["patch"],
-        vae_embed_dim=c["C"],
-        class_num=c["cls"],
-        embed_dim=c["D"],
-        depth=c["L"],
-        num_heads=c["H"],
-        buffer_size=c["buf"],
-        diffloss_w=c["w"],
-        diffloss_d=c["d"],
-    )
-    model = MAR(config)
-    model.load_state_dict(golden.weights)
-    return model.eval().requires_grad_(False)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

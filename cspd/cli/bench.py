@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from matplotlib.backend_bases import FigureCanvasBase
 from torch import Tensor
-from tqdm import tqdm
 
 from cspd.checkpoints import checkpoint_files, family_of, run_settings
 from cspd.cli.options import check_classes, check_method, load_engine, request_of
@@ -31,7 +30,7 @@ from cspd.option import COMMON
 from cspd.plots import Panel, Point, speed_quality
 from cspd.request import Request, RoundStats
 from cspd.runs import measured, measured_lines, models_of, what_ran
-from cspd.terminal import if_stopped
+from cspd.terminal import if_stopped, progress_bar
 
 # `cspd bench`: the speed of sampling, end to end, relative to baseline sampling.
 
@@ -122,7 +121,7 @@ def bench(
     rows = []
     captures = []
     num_timed = sum(len(timed_requests) for _, timed_requests in cases)
-    with tqdm(total=len(peaks) + len(batches) * num_timed * (runs + 1), unit=" run") as bar:
+    with progress_bar(total=len(peaks) + len(batches) * num_timed * (runs + 1), unit=" run") as bar:
         memory = []
         for name, batch, num in peaks:
             memory.append(_memory(engine, name, first[name], batch, num))

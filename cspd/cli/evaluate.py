@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from cspd.checkpoints import checkpoint_files, family_of, load, run_settings
 from cspd.cli.flags import parser_of
@@ -101,7 +100,7 @@ from cspd.runs import (
     what_ran,
     without_folders,
 )
-from cspd.terminal import if_stopped
+from cspd.terminal import if_stopped, progress_bar
 
 # The report of `cspd evaluate` as text.
 
@@ -510,7 +509,7 @@ def _measured(images: Images, subjects: Any, how: dict, clip: Path | None) -> di
     if how["space"] is None:
         values = unmeasured(len(images), "no feature space: give --ref, or --weights with Inception's file")
     else:
-        with tqdm(total=len(images), desc="measuring", unit=" image") as bar:
+        with progress_bar(total=len(images), desc="measuring", unit=" image") as bar:
             labels = None if of_texts else subjects
             values = measure(Watched(images, bar), labels=labels, cycle=cycle_of(subjects), **how)
     values |= {"clip_score": None, "clip_score_error": None, "clip": None, "cmmd_by": clip and clip.name}
@@ -518,7 +517,7 @@ def _measured(images: Images, subjects: Any, how: dict, clip: Path | None) -> di
         values["missing"]["clip_score"] = NO_MODEL
     elif clip is not None and of_texts:
         model = Clip(clip, how["device"])
-        with tqdm(total=len(images), desc="by CLIP", unit=" image") as bar:
+        with progress_bar(total=len(images), desc="by CLIP", unit=" image") as bar:
             scores = model.scores(Watched(images, bar), subjects)
         mean, error = mean_and_error(scores)
         values |= {"clip_score": mean, "clip_score_error": error, "clip": model.about}

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from tqdm import tqdm
 
 from cspd.cli.options import read_prompts, text_files
 from cspd.evaluation.images import GRID, LIST, RECORD, check_npz, export_npz, file_name, in_turn, listed_images
@@ -36,6 +35,7 @@ from cspd.evaluation.run import (
 from cspd.files import Place, checked_json, digest_of, place_of, publishing, write_bytes
 from cspd.request import Request, png_of, png_text, to_pil
 from cspd.runs import Store, missing_files
+from cspd.terminal import progress_bar
 
 # Images in other files than shards.
 
@@ -99,7 +99,7 @@ def _merge_into(
         chunks = [images[start : start + at_once] for start in range(0, len(images), at_once)]
         todo = [chunk for chunk in chunks if any(image["file"] in missing for image in chunk)]
         with (
-            tqdm(total=len(images), desc=kind, unit=" image") as bar,
+            progress_bar(total=len(images), desc=kind, unit=" image") as bar,
             # compressing a PNG lets other threads run
             ThreadPoolExecutor(os.cpu_count()) as pool,
         ):
@@ -166,7 +166,7 @@ def _lay_out(folder: Place, kind: str, files: Mapping[str, Content], shards: Sha
     with Store(folder, MERGED, SCHEMA, {"images": int, "run": str}) as store:
         store.claim(record, list(files))
         store.begin(record)
-        for name, content in tqdm(files.items(), desc=kind, unit=" file"):
+        for name, content in progress_bar(files.items(), desc=kind, unit=" file"):
             write_bytes(folder / name, content())
     return f"{folder}/ ({kind})"
 
@@ -240,12 +240,12 @@ def run_verify(args: argparse.Namespace) -> int:
         wrong[RECORD] = f"lists {len(images)} of {num} images: repeat the command that makes them"
     if is_run:
         shards = run_in(folder)
-        for shard in tqdm(range(shards.count), desc="shards", unit=" shard"):
+        for shard in progress_bar(range(shards.count), desc="shards", unit=" shard"):
             if not shards.is_whole(shard):
                 wrong[shards.name(shard)] = "missing, damaged, or of another run"
         images = images or [{}] * shards.num
     if all(images):
-        for file, group in groupby(tqdm(images, desc="digests", unit=" image"), itemgetter("file")):
+        for file, group in groupby(progress_bar(images, desc="digests", unit=" image"), itemgetter("file")):
             damage = _damage(folder, file, list(group))
             if damage:
                 wrong.setdefault(file, damage)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from cspd.comparison.report import NAMES, WORSE, value_of
 from cspd.comparison.study import (
@@ -44,7 +43,7 @@ from cspd.evaluation.scores import (
 from cspd.method import guarantee_of
 from cspd.request import Request
 from cspd.runs import LAZY, Store, measured, models_of, what_ran
-from cspd.terminal import MOST
+from cspd.terminal import MOST, progress_bar
 
 
 class Evaluation(NamedTuple):
@@ -88,7 +87,7 @@ def add_clip_scores(
     report["clip"] = model.about
     prompts: list[Any] = in_turn(report["labels"], report["images"])
     scores: list[Tensor] = []
-    for row_images in tqdm(images, desc="by CLIP", unit=" row", disable=not progress):
+    for row_images in progress_bar(images, desc="by CLIP", unit=" row", disable=not progress):
         scores.append(model.scores(_image_list(row_images), prompts))
     for entry, own, base in zip(report["rows"], scores, paired):
         entry |= _mean_with_interval("clip_score", own)
@@ -371,7 +370,7 @@ def _add_quality(
     # features are extracted once, and serve all scores, intervals and tests
     features, scores = [], []
     pairs = list(zip(report["rows"], images))
-    for entry, row_images in tqdm(pairs, desc="evaluating", unit=" row", disable=not progress):
+    for entry, row_images in progress_bar(pairs, desc="evaluating", unit=" row", disable=not progress):
         data = _image_list(row_images)
         extracted = metrics.extract(data, **how)
         own, reasons = metrics.scores_of(

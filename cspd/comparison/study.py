@@ -36,7 +36,7 @@ from cspd.method import (
 from cspd.option import BUNDLED, check_integer
 from cspd.request import Output, Request
 from cspd.runs import DECIDED, LAZY, MEASURED, Store, earlier_choices, missing_files
-from cspd.terminal import LARGEST_SEED, MOST, choice, label_list, shortened
+from cspd.terminal import LARGEST_SEED, MOST, choice, label_list, progress_bar, shortened
 
 # A study's file (YAML), and names of configurations like cspd:gamma=8. Both give entries, which are settings by name; a
 # list of values makes an entry several configurations.
@@ -707,7 +707,7 @@ def taking_turns(
     record: dict[str, Any] = {"schema": SCHEMA, "settings": settings, "windows": {}}
     earlier = store.claim(record, [*files, *written], overwrite)
     earlier_windows = earlier["windows"] if earlier else {}
-    with tqdm(total=num * len(rows), unit=" image", bar_format=BAR, disable=not progress) as bar:
+    with progress_bar(total=num * len(rows), unit=" image", bar_format=BAR, disable=not progress) as bar:
         failed: dict[int, str] = {}
         plans = []
         for r, row in enumerate(rows):

@@ -23,7 +23,6 @@ from torch_fidelity.feature_extractor_base import FeatureExtractorBase
 from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, FeatureExtractorInceptionV3
 from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY
 from torch_fidelity.utils import create_feature_extractor
-from tqdm import tqdm
 
 from cspd.device import pick_device
 from cspd.evaluation.arrays import read_arrays
@@ -54,7 +53,7 @@ from cspd.files import WEIGHTS, check_files, checked_json, digest_of, read_item,
 from cspd.models import bundled, bundled_folder
 from cspd.request import to_pil
 from cspd.runs import file_fingerprint, together
-from cspd.terminal import choice, telling
+from cspd.terminal import choice, progress_bar, telling
 from mar.checkpoint import fill
 from mar.tensors import CheckpointError, read_tensors
 
@@ -477,7 +476,7 @@ def load_reference(path: Path) -> Reference:
 def _folder_as_reference(path: Path) -> Reference:
     folder = ImageFolder(path)
     digest = hashlib.sha256()
-    for file in tqdm(folder.files, desc="reading the reference", unit=" image", delay=2):
+    for file in progress_bar(folder.files, desc="reading the reference", unit=" image", delay=2):
         read_image(file)  # a damaged image must fail now, not after hours of sampling
         digest.update(str(file.relative_to(path)).encode())
         digest.update(hashlib.sha256(file.read_bytes()).digest())
@@ -794,7 +793,7 @@ def _of_reference(reference: Reference | None, missing: Mapping[str, str], how: 
     needed |= set() if reference.spatial else {"sfid"}
     if not needed - set(missing):
         return None
-    with tqdm(total=len(reference.images), desc="measuring the reference", unit=" image", delay=2) as bar:
+    with progress_bar(total=len(reference.images), desc="measuring the reference", unit=" image", delay=2) as bar:
         return extract(Watched(reference.images, bar), **how)
 
 

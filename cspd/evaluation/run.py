@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from cspd.engine import Engine
 from cspd.evaluation.images import GRID, LIST, Images, Subject, asking_for, subject_of
@@ -27,7 +26,7 @@ from cspd.method import method_of
 from cspd.plots import grid
 from cspd.request import Output, Request, to_pil, to_uint8
 from cspd.runs import InUse, Store, earlier_choices, missing_files, summary_of, write_png
-from cspd.terminal import shortened
+from cspd.terminal import progress_bar, shortened
 
 # The part of a run that a process makes. Parts know nothing of each other but the files in the folder.
 
@@ -559,7 +558,7 @@ class _Progress:
         self._fractions: dict[Request, float] = {}
         self._shards = shards
         self._last_shown = time.monotonic()
-        self._bar = tqdm(total=shards.num, smoothing=0, disable=not shown, unit=" image", bar_format=BAR)
+        self._bar = progress_bar(total=shards.num, smoothing=0, disable=not shown, unit=" image", bar_format=BAR)
         if shown:
             self._bar.initial = self._bar.n = shards.num_written()
 

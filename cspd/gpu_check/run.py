@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 from tabulate import tabulate
-from tqdm import tqdm
 
 from cspd.device import describe, synchronize
 from cspd.files import read_json, write_json
 from cspd.gpu_check.sizes import FULL, TINY, Settings
 from cspd.method import PUBLISHED
 from cspd.runs import differences
+from cspd.terminal import progress_bar
 
 Case = Callable[[], dict[str, Any]]
 Cases = dict[str, Case]
@@ -178,7 +178,7 @@ def run_cases(
     end = time.monotonic() + 60 * minutes
     form = "{desc}{percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
     settings = Settings(device, TINY if tiny else FULL)
-    with tqdm(total=len(parts), bar_format=form, disable=not progress) as bar:
+    with progress_bar(total=len(parts), bar_format=form, disable=not progress) as bar:
         for i, part in enumerate(parts):
             bar.set_description(part.name)
             # what the parts before it have left is divided by the shares of the others

@@ -606,6 +606,14 @@ def check_ancestral(request: Request, runner: ContinuousRunner) -> None:
     check_first(request, request.num_sampling_steps)
 
 
+LEAST_TEMPERATURE = 1e-12  # float32 loses smaller noise beside a state, and ratios of its densities overflow
+
+
+def without_lost_noise(request: Request) -> Request:
+    """The request, at temperature 0 if its temperature is below `LEAST_TEMPERATURE`."""
+    return request.but(temperature=0.0) if request.temperature < LEAST_TEMPERATURE else request
+
+
 def ancestral_advice(request: Request, remedy: str = f"give first_timestep={SHORT_FIRST}") -> str | None:
     """Advice for short chains, whose first step from timestep 999 multiplies errors by thousands; None for others."""
     num_steps = request.num_sampling_steps

@@ -41,6 +41,7 @@ from cspd.heads.verify import (
     SEARCHING,
     UNRESOLVED,
     Slots,
+    allowed_fallbacks,
     capacity_for,
     draw_after_block,
     draw_residual,
@@ -502,6 +503,9 @@ class _Running:
             for sequence, tries, fallbacks in zip(finished.owners, finished.tries, finished.fallbacks):
                 sequence.stats.resample_tries += tries
                 sequence.stats.fallbacks += fallbacks
+                # so many come from rounding, whose effect nobody has bounded
+                if sequence.stats.fallbacks > allowed_fallbacks(runner.seq_len * self.chains.num_steps):
+                    sequence.stats.guarantee = "heuristic"
                 sequence.num_under_way -= 1
                 sequence.num_committed += 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -24,6 +25,17 @@ from mar.head import Head, fill, filled
 MAX_TRIES = 2**16
 FIRST_BLOCK = 32  # candidates per row in the first block; each later block has four times as many,
 MOST_AT_ONCE = 2**18  # up to this number over all rows
+
+
+def allowed_fallbacks(num_steps: int) -> float:
+    """How often all candidates may be rejected in a number of denoising steps: more happens once in 10^7 images.
+
+    In exact arithmetic a step has this probability below 1 / (e 2^16). More of them come from rounding, if p and q
+    differ by less than float32 can tell, or states are large beside their noise.
+    """
+    mean = num_steps / (math.e * MAX_TRIES)
+    return mean + 6 * mean**0.5 + 4  # of a Poisson distribution
+
 
 Gaussian = tuple[Tensor, Tensor]
 Draws = Callable[[int, int], tuple[Tensor, Tensor]]

@@ -18,7 +18,7 @@ from cspd import noise as philox_noise
 from cspd.device import Precision, check_fits, send, send_integers
 from cspd.graphs import Graphs
 from cspd.graphs import compiled as by_compiler
-from cspd.heads.chain import Rows
+from cspd.heads.chain import Rows, without_lost_noise
 from cspd.masked.orders import ORDERS, cosine, largest, timetable
 from cspd.method import Method, complete, with_tokens
 from cspd.option import MAR_OPTIONS, NUM_ITER
@@ -166,7 +166,7 @@ class MARRunner:
             "num_sampling_steps": usual.num_sampling_steps,
         }
         common = (NUM_ITER.but(high=num_generated), *MAR_OPTIONS[1:])
-        request = complete(request, method, common, defaults, self.num_classes)
+        request = without_lost_noise(complete(request, method, common, defaults, self.num_classes))
         method.check(request, self)
         if "draft" in method.uses(request) and self.models["draft"] is None:
             raise ValueError(

@@ -1,17 +1,16 @@
 """LlamaGen's GPT and tokenizer."""
 
-import json
-
 import pytest
 import torch
-from conftest import GOLDEN, relative_error
+from conftest import relative_error
+from golden_files import official_shapes
 
 from cspd.discrete import gpt, registry
 from cspd.discrete.gpt import Eagle
 from cspd.discrete.registry import load_tokenizer
 from cspd.transformer import CacheView
 
-SHAPES = json.loads((GOLDEN / "shapes_vq.json").read_text())
+SHAPES = official_shapes("vq")
 
 
 @pytest.mark.parametrize("null, name", [(False, "logits"), (True, "logits_uncond")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pwd
 import re
 import shutil
 from pathlib import Path
@@ -19,6 +20,7 @@ import cspd
 from cspd import Request, files, terminal
 from cspd.device import Precision
 from cspd.files import CALIBRATION, content_hash, user_cache
+from cspd.graphs import programs_folder
 from cspd.heads import tuning
 from cspd.heads.calibrated import HEAD_CALLS, Predictor, Shortcut
 from cspd.heads.calibration import WINDOWS, fit, trace
@@ -295,6 +297,21 @@ def test_the_cache_folder_is_the_users(monkeypatch, tmp_path):
     assert user_cache() == tmp_path / "cspd"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert user_cache().is_relative_to(Path.home())
+
+
+def no_such_user(uid):
+    raise KeyError(uid)
+
+
+def test_without_a_home_directory_the_cache_ends_with_the_process(monkeypatch, tmp_path):
+    """As in a container with a user that it does not know: newer versions of platformdirs raise an error there."""
+    for name in ("HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", no_such_user)
+    monkeypatch.chdir(tmp_path)
+    folder = user_cache()
+    assert folder == user_cache() and folder.is_dir() and folder.stat().st_mode & 0o077 == 0
+    assert programs_folder().is_absolute() and not list(tmp_path.iterdir())
 
 
 def test_the_hash_depends_on_every_weight(small_mar):

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 
 import numpy as np
 import pytest
 import torch
 from graphs import replayed
 from heads import BATCH, GUIDED, MIXTURE, TWELVE, UNGUIDED, Case, biased, finish, merge
+from scipy.stats import poisson
 
-from cspd import noise
+from cspd import Engine, MARModels, Request, noise
 from cspd.device import Precision
 from cspd.heads import speculative, verify
 from cspd.heads.calibration import Calibration, frozen
 from cspd.heads.speculative import Finished, acceptance
 from cspd.heads.verify import Slots
+from cspd.runs import summary_of
 
 CASE = Case(MIXTURE, GUIDED, 30, 2.0)
 WINDOW, NUM_CHAINS, SEED = 5, 23, 4
@@ -211,3 +214,25 @@ def test_fallbacks_are_counted(monkeypatch):
     ended = TWELVE.speculative(biased(TWELVE, 0.5, -0.25), 3, 200, seed=1)
     assert 0 < sum(ended.fallbacks) < sum(ended.tries) / 3
     assert all(tries <= 3 * 11 and 3 * fallbacks <= tries for tries, fallbacks in zip(ended.tries, ended.fallbacks))
+
+
+@pytest.mark.parametrize("num_steps", [1, 6400, 256_000, 10**7])
+def test_only_rounding_gives_more_fallbacks_than_are_allowed(num_steps):
+    mean, allowed = num_steps / (math.e * verify.MAX_TRIES), verify.allowed_fallbacks(num_steps)
+    assert poisson.sf(allowed, mean) < 1e-7 and allowed < 2 * mean + 14
+
+
+def test_an_image_with_too_many_fallbacks_is_not_called_exact(small_mar, monkeypatch):
+    monkeypatch.setattr(speculative, "FIRST_BLOCK", 1)
+    monkeypatch.setattr(speculative, "MAX_TRIES", 1)
+    monkeypatch.setattr(verify, "MAX_TRIES", 1)
+    engine = Engine(MARModels(small_mar), max_batch=2, device="cpu")
+    request = Request(1, method="speculative", window=6, num_iter=2, num_sampling_steps=12)
+    for allowed, guarantee in ((10**6, "exact"), (0, "heuristic")):
+        monkeypatch.setattr(speculative, "allowed_fallbacks", lambda num_steps, allowed=allowed: allowed)
+        outputs = engine.generate([request.but(seed=seed) for seed in range(2)])
+        assert all(output.stats.fallbacks for output in outputs)
+        stats = [output.stats.to_dict() for output in outputs]
+        assert [each["guarantee"] for each in stats] == [guarantee] * 2
+        summary = summary_of([{**stats[0], "guarantee": "exact"}, stats[1]], 2, 1.0)
+        assert summary["guarantee"] == guarantee

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from conftest import GOLDEN, relative_error
+from conftest import relative_error
+from golden_files import official_shapes
 from toys import toy_mar
 
 from cspd.masked.backbones import SELECTING, Cache, cache_bytes, lazy, refresh, selecting_layer
@@ -14,7 +13,7 @@ from mar import checkpoint
 from mar import model as mar_model
 from mar.model import MAR, MARConfig
 
-SHAPES = json.loads((GOLDEN / "shapes_mar.json").read_text())
+SHAPES = official_shapes("mar")
 RAGGED = [0, 1, 7, 8, 9, 31, 32, 33, 63, 64]  # both ends, and around the multiples that counts are padded to
 
 
