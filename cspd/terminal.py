@@ -270,7 +270,9 @@ def word(text: str) -> str:
 
 
 def path_argument(text: str) -> Path:
-    """The path of a file or a directory."""
+    """The path of a file or a directory on this machine. A URL would become a folder named "s3:"."""
+    if re.match(r"[a-z][a-z0-9+.-]+:/", text, re.IGNORECASE):
+        raise unexpected(text, "a path on this machine, not a URL")
     return Path(word(text))
 
 

@@ -11,6 +11,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -31,7 +32,17 @@ from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
 from cspd.device import describe
 from cspd.evaluation.run import Shards
-from cspd.files import DIGEST, append_json, check_file, checked_json, publishing, read_item, write_item, write_json
+from cspd.files import (
+    DIGEST,
+    append_json,
+    check_file,
+    checked_json,
+    digest_of,
+    publishing,
+    read_item,
+    write_item,
+    write_json,
+)
 from cspd.runs import DECIDED, LOCK, Store, differences, earlier_choices
 from cspd.terminal import __version__
 
@@ -364,10 +375,23 @@ def test_the_commit_is_that_of_the_checkout_with_the_file(tmp_path, monkeypatch)
     assert runs.commit_of(file) is None  # no git
 
 
-def test_a_report_has_names_of_files_without_their_folders():
-    settings = {"version": "0", "target": {"file": "/home/someone/target.safetensors", "bytes": 3}}
-    named = {"version": "0", "target": {"file": "target.safetensors", "bytes": 3}}
-    assert runs.without_folders(settings) == runs.without_folders(named) == named
+def test_a_file_is_its_content_in_any_folder_and_is_read_once(tmp_path):
+    one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
+    one.write_bytes(b"weights")
+    digest = runs.content_digest(one)
+    shutil.copy(one, other)
+    os.utime(other, ns=(0, 0))
+    assert runs.content_digest(other) == digest == hashlib.sha256(b"weights").hexdigest()
+    other.write_bytes(b"WEIGHTS")
+    assert runs.content_digest(other) != digest
+    about = one.stat()
+    one.write_bytes(b"WEIGHTS")
+    os.utime(one, ns=(about.st_atime_ns, about.st_mtime_ns))  # nothing shows that it changed
+    assert runs.content_digest(one) == digest
+    files = [{"vae": {"file": name, "bytes": 7, "sha256": digest}} for name in ("a.ckpt", "b.ckpt")]
+    assert differences(*files) == [] and digest_of({}, files[0]) == digest_of({}, files[1])
+    files[1]["vae"]["sha256"] = "0"
+    assert len(differences(*files)) == 1 and digest_of({}, files[0]) != digest_of({}, files[1])
 
 
 # ---- Runs that version 0.1.0 left unfinished resume: its records, and black images that must stay

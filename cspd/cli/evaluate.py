@@ -97,7 +97,6 @@ from cspd.runs import (
     model_line,
     models_of,
     what_ran,
-    without_folders,
 )
 from cspd.terminal import if_stopped
 
@@ -419,7 +418,7 @@ def _about_sampling(args: argparse.Namespace, engine: Engine, manifest: Mapping,
     """The part of the report about sampling: settings, speed, and what ran."""
     summary.setdefault("machine", engine.describe())  # Ray's workers are on other machines
     ran = what_ran(summary["machine"], models_of(manifest, engine.runner), args.line)
-    settings = without_folders(manifest)
+    settings = dict(manifest)
     if not summary["images_made"]:  # an earlier run sampled, and its report has the speed
         summary = _earlier_sampling(args.out / RECORD, settings) or summary
     return {"settings": settings, "sampling": summary, "ran": ran}

@@ -40,12 +40,14 @@ from cspd.evaluation.run import (
     sample_shards,
     shards_store,
 )
-from cspd.files import Remote, append_json, parse_json, place_of, without_none, write_bytes
+from cspd.files import Remote, append_json, misfit, ordinary, parse_json, place_of, without_none, write_bytes
 from cspd.method import Prepared
 from cspd.plots import grid, token_cost_grid, usual_columns
 from cspd.request import Inpainting, Output, Request, Resized, cropping, placed, png_of, to_pil
 from cspd.runs import (
     LAZY,
+    OPTIONAL,
+    STATS,
     Store,
     differences,
     earlier_choices,
@@ -64,7 +66,16 @@ from cspd.terminal import API_KEY, if_stopped
 
 SCHEMA = "cspd.samples/1"
 JOURNAL = "samples.journal"  # one line of JSON for each image since the record was written
-SHAPE = {"settings": dict, "images": [{"index": int, "request": dict, "stats": dict}]}  # of the record
+COSTS = [OPTIONAL]  # of each token of an image
+IMAGE = {  # in the record or the journal; older versions called the costs heat
+    "index": int,
+    "sha256?": str,
+    "request": dict,
+    "stats": STATS,
+    "token_cost?": COSTS,
+    "heat?": COSTS,
+}
+SHAPE = {"settings": dict, "images": [IMAGE]}  # of the record
 GRID_LIMIT = 400  # maximum number of images in the grid
 DRAFT_COUNTS = ("by_lag", "by_step", "by_rank")  # statistics of which the record has only the sums: they are long
 
@@ -150,11 +161,13 @@ def _existing(journal: Path, record: dict, names: Sequence[str]) -> dict[str, di
     """The entries of an earlier run's images by file name, from its record and from its journal."""
     entries = record["images"]
     if journal.exists():
-        for line in journal.read_text(errors="replace").splitlines():
+        for line in ordinary(journal).read_text(encoding="utf-8", errors="replace").split("\n"):
             # a killed run may leave half a line: its image is generated again
             with contextlib.suppress(ValueError):
-                entries.append(parse_json(line))
-    return {names[entry["index"]]: entry for entry in entries}
+                entry = parse_json(line)
+                if misfit(entry, IMAGE) is None:
+                    entries.append(entry)
+    return {names[entry["index"]]: entry for entry in entries if 0 <= entry["index"] < len(names)}
 
 
 def _prepared(
@@ -296,7 +309,6 @@ def _write_overviews(
     all_captions = [caption for caption, _ in before] + captions
     write_png(out / GRID, grid(all_images, all_captions, columns))
     if heatmap:
-        # older versions called the costs heat
         token_cost = [entry.get("token_cost", entry.get("heat")) for entry in entries]
         accepted = prepared[0].method.token_cost == "accepted"
         write_png(out / HEATMAP, token_cost_grid(images, token_cost, captions, columns, accepted))
@@ -487,7 +499,7 @@ def run_edit(args: argparse.Namespace) -> None:
     for name in ("image", "mask"):
         path = getattr(args, name)
         if path:
-            settings[name] = {"file": str(path.resolve()), "sha256": file_fingerprint(path)}
+            settings[name] = {"file": path.name, "sha256": file_fingerprint(path)}
 
     shown = known.fitted(size)
     before = [("before", to_pil(shown.image)), ("kept", _kept(shown.image, first.known.mask))]

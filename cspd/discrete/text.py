@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.files import WEIGHTS, check_files, identity_of, read_item, read_json, user_cache, write_item
+from cspd.files import WEIGHTS, check_files, read_item, read_json, user_cache, write_item
+from cspd.runs import identity_of
 from cspd.terminal import shortened, telling
 from mar.tensors import CheckpointError
 
@@ -206,7 +207,7 @@ class TextEncoder:
 
     @functools.cached_property
     def identity(self) -> str:
-        """A hash of the files' names, sizes and times."""
+        """A hash of the files' names and contents."""
         return identity_of(self.folder)
 
     @property

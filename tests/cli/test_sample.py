@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from stores import small_checkpoint, small_vq_checkpoint
+from stores import other_weights, small_checkpoint, small_vq_checkpoint
 from texts import small_text_checkpoint
 
 import cspd
@@ -150,13 +150,12 @@ def test_a_lost_image_is_generated_again(tmp_path):
 def test_another_run_is_replaced_only_if_asked(tmp_path, capsys):
     out = tmp_path / "out"
     assert sample(out) == 0
-    vae = tmp_path / "other.safetensors"
-    shutil.copy(checkpoint_files(small_checkpoint())["vae"], vae)
+    vae = other_weights(checkpoint_files(small_checkpoint())["vae"], tmp_path / "other.safetensors")
     others = {
         "temperature": ["--temperature", "0.9"],
         "requests": ["--num", "5"],
         "label": ["--labels", "0-2,7"],  # only the last one differs
-        "vae.file": ["--vae", str(vae)],
+        "vae.sha256": ["--vae", str(vae)],
     }
     for changed, more in others.items():
         capsys.readouterr()
