@@ -79,6 +79,11 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:200] if lines else type(error).__name__
 
 
+def install(extra: str) -> str:
+    """The command that installs the libraries of an extra. The package is not published: a clone has them."""
+    return f"pip install '.[{extra}]' in a clone of the repository"
+
+
 # Parsers of what is typed, on the command line and in study files. As argparse wants it, they raise ArgumentTypeError.
 
 MOST = 10_000_000  # of countable things, such as images
@@ -263,7 +268,12 @@ def host_names(text: str) -> list[str]:
 
 
 def word(text: str) -> str:
-    """Text that is not empty. An empty argument often comes from a shell variable that was never set."""
+    """Text that is not empty, in UTF-8 whatever the locale.
+
+    An empty argument often comes from a shell variable that was never set.
+    """
+    with contextlib.suppress(UnicodeError):
+        text = os.fsencode(text).decode()
     if not text.strip():
         raise unexpected(text, "a name, or . for the current directory")
     return text

@@ -38,6 +38,7 @@ from cspd.files import (
     check_file,
     checked_json,
     digest_of,
+    place_of,
     publishing,
     read_item,
     write_item,
@@ -83,6 +84,27 @@ def test_paths_that_cannot_be_written_are_refused_before_any_work(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "text, path",
+    [
+        ("file:/a b", "/a b"),
+        ("file:///a/b", "/a/b"),
+        ("FILE://localhost/a%20b", "/a b"),
+        ("a:b/c", "a:b/c"),
+        ("C:/a", "C:/a"),
+        ("file://machine/a", None),
+        ("file://a", None),
+        ("s3:/bucket/run", None),
+    ],
+)
+def test_urls_of_this_machine_are_paths_and_others_are_errors(text, path):
+    if path is None:
+        with pytest.raises(ValueError, match=text):
+            place_of(text)
+    else:
+        assert place_of(text) == Path(path)
+
+
+@pytest.mark.parametrize(
     "text, wrong",
     [
         ('{"name": "a", "sizes": [1, 2.5]}', None),
@@ -93,6 +115,7 @@ def test_paths_that_cannot_be_written_are_refused_before_any_work(tmp_path):
         ("[]", "the content"),
         ('{"name": "a", "sizes": [1e999]}', "1e999"),
         ("{", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
     ],
 )
 def test_json_of_another_shape_is_refused(tmp_path, text, wrong):
@@ -236,16 +259,32 @@ def test_the_temporary_files_of_killed_runs_do_not_pile_up(tmp_path):
     assert set(content(tmp_path)) == {RECORD}
 
 
-@pytest.mark.parametrize("name", ["../precious.npz", "/etc/passwd", "0.npz/../../precious.npz"])
-def test_a_record_cannot_make_us_remove_other_files(tmp_path, name):
+@pytest.mark.parametrize("listed", ["files", "temporary"])
+@pytest.mark.parametrize(
+    "name",
+    ["../precious.npz", "/etc/passwd", "0.npz/../../precious.npz", "link/precious.npz", "link/a/b", "", ".", "\0"],
+)
+def test_a_record_cannot_make_us_remove_other_files(tmp_path, name, listed):
     out, precious = tmp_path / "out", tmp_path / "precious.npz"
     begun(out)
-    precious.write_text("precious")
-    (out / RECORD).write_text(json.dumps(record_of() | {"files": [name]}))
+    (out / "link").symlink_to(tmp_path)
+    (tmp_path / "a").mkdir()
+    others = precious, tmp_path / "a" / "b"
+    for path in others:
+        path.write_text("precious")
+    (out / RECORD).write_text(json.dumps(record_of() | {"files": []} | {listed: [name]}))
     for overwrite in (False, True):
         with pytest.raises(ValueError, match=r"record\.json"):
             begun(out, overwrite=overwrite)
-    assert precious.exists()
+    assert all(path.exists() for path in others)
+
+
+def test_a_run_writes_nothing_outside_its_folder(tmp_path):
+    """Whatever made up the names of its files."""
+    for name in ("../a.png", "/a.png", "link/../../a.png"):
+        with pytest.raises(ValueError, match=r"a\.png"):
+            begun(tmp_path / "out", files=[name])
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_link_does_not_lead_us_out_of_the_folder(tmp_path):

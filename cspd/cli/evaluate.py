@@ -223,7 +223,7 @@ def _clip_line(report: dict) -> list[Line]:
 # `cspd compare`: configurations side by side.
 
 FILES = ("vae", "draft_checkpoint", "eagle", "text_encoder")  # the files among a configuration's models
-RUN_DEFAULTS = dict.fromkeys(RUN) | {"num": 20, "labels": list(range(10)), "seed": 0, "max_batch": 4}
+RUN_DEFAULTS = dict.fromkeys(RUN) | {"num": 20, "seed": 0, "max_batch": 4}
 
 
 def run_compare(args: argparse.Namespace) -> None:
@@ -450,9 +450,7 @@ def _prepare(args: argparse.Namespace, prompts: list[str] | None) -> tuple[Engin
 def _divided(args: argparse.Namespace, prompts: list[str] | None) -> tuple[Engine, Request, list[Subject], dict]:
     """The engine, the request that all images share, their classes or prompts, and whatever else they depend on."""
     engine = load_engine(args, args.max_batch)
-    runner = engine.runner
-    labels = args.labels or range(runner.num_classes) or [0]
-    subjects: list[Any] = prompts or class_numbers(labels, engine)
+    subjects: list[Any] = prompts or class_numbers(args.labels, engine)
     blank = request_of(args, None, args.seed, negative_prompt=args.negative_prompt)
     request = asking_for(blank, subjects[0])  # text-to-image models refuse a class
     return engine, request, subjects, run_settings(args, engine.check(request))

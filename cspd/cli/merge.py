@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from cspd.cli.options import read_prompts, text_files
+from cspd.cli.options import json_lines, read_prompts, text_files
 from cspd.evaluation.images import (
     GRID,
     LIST,
@@ -55,6 +55,7 @@ from cspd.files import (
 )
 from cspd.request import Request, png_of, png_text, to_pil
 from cspd.runs import Store, file_fingerprint, missing_files
+from cspd.terminal import install
 
 # Images in other files than shards.
 
@@ -168,7 +169,7 @@ def _writer_of_tars() -> Callable:
     try:
         from webdataset import TarWriter
     except ModuleNotFoundError:
-        raise ValueError("--tar needs webdataset: pip install 'cspd[webdataset]'") from None
+        raise ValueError(f"--tar needs webdataset: {install('webdataset')}") from None
     return TarWriter
 
 
@@ -212,7 +213,7 @@ def geneval_files(shards: Shards, path: Path) -> dict[str, Content]:
         )
     num = len(_prompts_of_run(shards, path))
     files: dict[str, Content] = {}
-    for i, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+    for i, (_, line) in enumerate(json_lines(path)):
         files[f"{i:05d}/metadata.jsonl"] = line.encode
     for index in range(shards.num):
         name = f"{index % num:05d}/samples/{index // num:04d}.png"

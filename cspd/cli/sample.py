@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cspd.checkpoints import check_of_one, checkpoint_files, run_settings
-from cspd.cli.options import bundled_here, check_method, load_engine, on_ray, read_prompts, request_of
+from cspd.cli.options import all_classes, bundled_here, check_method, load_engine, on_ray, read_prompts, request_of
 from cspd.engine import Engine
 from cspd.evaluation.images import GRID, HEATMAP, LIST, OVERVIEWS, RECORD, Subject, file_name, subject_of
 from cspd.evaluation.run import (
@@ -60,7 +60,7 @@ from cspd.runs import (
     write_png,
 )
 from cspd.speed import against_plain
-from cspd.terminal import API_KEY, if_stopped
+from cspd.terminal import API_KEY, if_stopped, install
 
 # Sampling into a folder: PNGs, a grid with captions and a JSON record. An interrupted run resumes.
 
@@ -320,14 +320,14 @@ def _write_overviews(
 def run_sample(args: argparse.Namespace) -> None:
     args.out = place_of(str(args.out))
     asked = _asked(args)
-    num = args.num or len(asked)
     check_method(args)
     part = part_of(args.shard)
     if args.shard or args.ray or part.count > 1 or isinstance(args.out, Remote):
-        _sample_shards(args, asked, num, part)
+        _sample_shards(args, asked, part)
         return
-    # no more slots than images: the window of `speculative` is chosen for their number
-    engine = load_engine(args, min(args.max_batch, num))
+    engine = _engine_for(args, asked)
+    asked = asked or _all_classes(args, engine)
+    num = args.num or len(asked)
     requests = [request_of(args, seed=args.seed + i, **asked[i % len(asked)]) for i in range(num)]
     checked = [engine.checked(request) for request in requests]
     settings = run_settings(args, checked[0].request)
@@ -338,16 +338,24 @@ def run_sample(args: argparse.Namespace) -> None:
     tell(engine, checked[0], record, args.out, args.heatmap)
 
 
-def _sample_shards(args: argparse.Namespace, asked: Sequence[dict], num: int, part: Part) -> None:
+def _engine_for(args: argparse.Namespace, asked: Sequence[dict]) -> Engine:
+    """The engine, with no more slots than images: the window of `speculative` is chosen for their number."""
+    return load_engine(args, min(args.max_batch, args.num or len(asked) or args.max_batch))
+
+
+def _sample_shards(args: argparse.Namespace, asked: Sequence[dict], part: Part) -> None:
     """Makes a part of the images, as files that any number of machines can write."""
     if args.heatmap:
         raise ValueError("--heatmap is of runs by one process: leave it out, or leave out --shard, --ray and torchrun")
+    num = args.num or len(asked)
+    if args.ray and not num:
+        raise ValueError("--ray needs the number of images before the models are loaded: give --num, or --labels LIST")
 
     def progress() -> str:
         return f"{Shards(args.out, num).num_written()} of {num} images are in {args.out}/"
 
     with if_stopped(progress), shards_store(args.out) as store:
-        divided = functools.partial(_divided, asked=asked, num=num)
+        divided = functools.partial(_divided, asked=asked)
         summary: Any
         held: Store | None
         if args.ray:
@@ -356,6 +364,7 @@ def _sample_shards(args: argparse.Namespace, asked: Sequence[dict], num: int, pa
         else:
             args.device = own_device(args.device)
             engine, request, subjects, settings = divided(args)
+            num = num or len(subjects)
             shards, summary = sample_shards(
                 engine, request, subjects, num, store, settings, part, overwrite=args.overwrite
             )
@@ -368,10 +377,10 @@ def _sample_shards(args: argparse.Namespace, asked: Sequence[dict], num: int, pa
             _tell_shards(shards, summary)
 
 
-def _divided(args: argparse.Namespace, asked: Sequence[dict], num: int) -> tuple[Engine, Request, list[Subject], dict]:
+def _divided(args: argparse.Namespace, asked: Sequence[dict]) -> tuple[Engine, Request, list[Subject], dict]:
     """The engine, the request that all images share, their classes or prompts, and whatever else they depend on."""
-    engine = load_engine(args, min(args.max_batch, num))
-    requests = [request_of(args, seed=args.seed, **each) for each in asked]
+    engine = _engine_for(args, asked)
+    requests = [request_of(args, seed=args.seed, **each) for each in asked or _all_classes(args, engine)]
     subjects = [subject_of(engine.check(request)) for request in requests]
     return engine, requests[0], subjects, run_settings(args, engine.check(requests[0]))
 
@@ -386,12 +395,16 @@ def _tell_shards(shards: Shards, summary: dict) -> None:
 
 
 def _asked(args: argparse.Namespace) -> list[dict]:
-    """The classes or prompts, which the images cycle through. Raises ValueError or OSError."""
+    """The classes or prompts, which the images cycle through; empty: all classes. Raises ValueError or OSError."""
     negative = {"negative_prompt": args.negative_prompt}
     if args.prompt is None and args.prompts is None:
-        return [{"label": label, **negative} for label in args.labels]
+        return [{"label": label, **negative} for label in args.labels or ()]
     prompts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
     return [{"label": None, "prompt": prompt, **negative} for prompt in prompts]
+
+
+def _all_classes(args: argparse.Namespace, engine: Engine) -> list[dict]:
+    return [{"label": label, "negative_prompt": args.negative_prompt} for label in all_classes(engine)]
 
 
 def tell(engine: Engine, checked: Prepared, record: dict, out: Path, heatmap: bool) -> None:
@@ -539,7 +552,7 @@ def run_serve(args: argparse.Namespace) -> None:
         from cspd.serving.access import logging_requests
         from cspd.serving.app import Server, make_app
     except ModuleNotFoundError as missing:
-        raise ValueError(f"cspd serve needs {missing.name}: pip install 'cspd[serve]'") from None
+        raise ValueError(f"cspd serve needs {missing.name}: {install('serve')}") from None
     names = list(dict.fromkeys(args.checkpoint or bundled_here()))
     for name in names:
         # raises on a missing file before any model is loaded

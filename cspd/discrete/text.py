@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cspd.files import WEIGHTS, check_files, read_item, read_json, user_cache, write_item
 from cspd.runs import identity_of
-from cspd.terminal import shortened, telling
+from cspd.terminal import install, shortened, telling
 from mar.tensors import CheckpointError
 
 # Captions are cleaned by the rules of DeepFloyd IF, which LlamaGen's authors apply in training and in sampling.
@@ -174,7 +174,7 @@ class TextEncoder:
             raise CheckpointError(f"{self.folder / 'config.json'} is not the configuration of a T5 encoder: {SOURCE}")
         missing = missing_library()
         if missing is not None:
-            raise ValueError(f"prompts need {missing}, which is not installed: pip install 'cspd[text]'")
+            raise ValueError(f"prompts need {missing}, which is not installed: {install('text')}")
         self.width: int = config["d_model"]
         self._sizes = SIZES | config
         self._remembered = functools.lru_cache(maxsize=REMEMBERED)(self._cached)

@@ -236,7 +236,7 @@ def test_a_manifest_of_no_possible_run_is_an_error_of_one_line(change, whole, tm
 def test_tars_need_webdataset(whole, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "webdataset", None)
     assert main(["merge", str(whole), "--tar", str(tmp_path / "tar")]) == 2
-    assert "cspd[webdataset]" in capsys.readouterr().err and not (tmp_path / "tar").exists()
+    assert "[webdataset]" in capsys.readouterr().err and not (tmp_path / "tar").exists()
 
 
 # ---- Whether images are whole
@@ -407,7 +407,7 @@ def test_a_shard_has_sixteen_images():
 # ---- The folders of benchmarks
 
 
-PROMPTS = ["two clocks", "a red fox", "a photo of a bench"]
+PROMPTS = ["two clocks", "a red\u2028fox", "a photo of a bench"]
 
 
 @pytest.fixture
@@ -425,7 +425,8 @@ def of_prompts(tmp_path):
     arrays = {"images": pixels, "labels": labels, "seeds": np.arange(12), "stats": stats, "models": models}
     shards.write(0, arrays)
     lines = [{"tag": "counting", "include": [{"class": "clock", "count": 2}], "prompt": each} for each in PROMPTS]
-    (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    content = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+    (tmp_path / "metadata.jsonl").write_text(content, encoding="utf-8")
     texts = tmp_path / "texts"
     texts.mkdir()
     for name, text in zip(("10", "2", "COCO_7"), PROMPTS):
