@@ -409,11 +409,20 @@ LAZY = "lazy_backbone_calls"
 OPTIONAL = (*NUMBER, type(None))
 STATS = {  # the parts of an image's statistics that summaries read
     "guarantee": str,
+    "head_calls_per_token": NUMBER,
     "seconds": {str: NUMBER},
     "committed?": {str: int},
     **{f"{name}?": NUMBER for name in (*COUNTS, LAZY)},
-    **{f"{name}?": OPTIONAL for name in ("step_compression", "alpha", "head_calls_per_token", *MEASURED)},
+    **{f"{name}?": OPTIONAL for name in ("step_compression", "alpha", *MEASURED)},
     "largest_token?": OPTIONAL,
+}
+
+
+SUMMARY = {  # the parts of a `summary_of` that reports read
+    "guarantee": str,
+    "images_made": int,
+    **{name: NUMBER for name in ("seconds", "images_per_second", *[f"{name}_per_image" for name in COUNTS])},
+    "head_calls_per_token": NUMBER,
 }
 
 

@@ -132,7 +132,7 @@ def label_list(text: str) -> list[int | str | None]:
     None is the unconditional branch. Names are not looked up here.
     """
     labels: list[int | str | None] = []
-    for part in text.split(","):
+    for part in utf8(text).split(","):
         if re.fullmatch(r"[\s\d-]*", part):
             labels += number_list(part)
         else:
@@ -268,15 +268,22 @@ def host_names(text: str) -> list[str]:
 
 
 def word(text: str) -> str:
-    """Text that is not empty, in UTF-8 whatever the locale.
-
-    An empty argument often comes from a shell variable that was never set.
-    """
-    with contextlib.suppress(UnicodeError):
-        text = os.fsencode(text).decode()
+    """Text that is not empty. An empty argument often comes from a shell variable that was never set."""
     if not text.strip():
         raise unexpected(text, "a name, or . for the current directory")
     return text
+
+
+def utf8(text: str) -> str:
+    """An argument as UTF-8, whatever the locale. Paths stay as Python decodes them: it encodes them the same way."""
+    with contextlib.suppress(UnicodeError):
+        return os.fsencode(text).decode()
+    return text
+
+
+def prompt(text: str) -> str:
+    """A prompt that is not empty."""
+    return word(utf8(text))
 
 
 def path_argument(text: str) -> Path:

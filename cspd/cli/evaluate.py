@@ -89,6 +89,7 @@ from cspd.method import METHODS
 from cspd.option import BUNDLED, DEFAULTS, option_names
 from cspd.request import Request
 from cspd.runs import (
+    SUMMARY,
     Store,
     differences,
     file_fingerprint,
@@ -427,7 +428,7 @@ def _about_sampling(args: argparse.Namespace, engine: Engine, manifest: Mapping,
 def _earlier_sampling(path: Place, settings: dict) -> dict | None:
     """The summary of sampling in an earlier report of the same run, or None."""
     try:
-        report = checked_json(path, {"sampling": dict, "settings": dict}, "")
+        report = checked_json(path, {"sampling": {**SUMMARY, "processes": int}, "settings": dict}, "")
     except ValueError:
         return None
     if differences(report["settings"], settings):

@@ -34,8 +34,10 @@ from cspd.terminal import (
     number_list,
     part,
     path_argument,
+    prompt,
     seed,
     tolerance,
+    utf8,
     whole,
     word,
     word_list,
@@ -230,7 +232,7 @@ def _sample(parser: Parser) -> None:
     )
     group = parser.add_argument_group("images")
     one_of = _add_subjects(group, f"{CLASSES_HELP}; none: unconditional")
-    one_of.add_argument("--prompt", type=word, metavar="TEXT", help="one prompt, for text-to-image models")
+    one_of.add_argument("--prompt", type=prompt, metavar="TEXT", help="one prompt, for text-to-image models")
     add_like(one_of)
     text = "number of images; classes or prompts are cycled (default: one of each)"
     group.add_argument("--num", "--num-images", type=count, metavar="N", help=text)
@@ -270,7 +272,7 @@ def _edit(parser: Parser) -> None:
     part.add_argument("--place", type=box, metavar="X,Y,W,H", help=text)
     subject = group.add_mutually_exclusive_group(required=True)
     subject.add_argument("--label", type=label_of, metavar="CLASS", help="class to generate, by number or name")
-    subject.add_argument("--prompt", type=word, metavar="TEXT", help="prompt, for text-to-image models")
+    subject.add_argument("--prompt", type=prompt, metavar="TEXT", help="prompt, for text-to-image models")
     _add_negative_prompt(group)
     group.add_argument("--num", type=count, metavar="N", default=1, help="number of images (default: %(default)s)")
     _add_seed(group)
@@ -614,7 +616,7 @@ def _add_path(group: argparse._ActionsContainer, flag: str, metavar: str, text: 
 
 def _add_labels(group: argparse._ActionsContainer, text: str) -> None:
     """Adds --labels. Without it, or without its value, it is None."""
-    text += " (default: all classes of the model)"
+    text += " (default: all)"
     group.add_argument("--labels", type=label_list, nargs="?", metavar="LIST", help=text)
 
 
@@ -630,7 +632,7 @@ def _add_subjects(group: argparse._ArgumentGroup, labels_help: str) -> argparse.
 
 def _add_negative_prompt(group: argparse._ArgumentGroup) -> None:
     text = "guidance steers away from this prompt (default: the model's null caption)"
-    _rare(group.add_argument("--negative-prompt", metavar="TEXT", help=text))
+    _rare(group.add_argument("--negative-prompt", type=utf8, metavar="TEXT", help=text))
 
 
 def _add_seed(group: argparse._ArgumentGroup) -> None:

@@ -20,7 +20,7 @@ from cspd.evaluation.metrics import Clip
 from cspd.evaluation.run import Shards
 from cspd.files import read_json
 from cspd.runs import differences
-from cspd.terminal import word
+from cspd.terminal import label_list, path_argument, prompt
 
 COCO = [(7, "A fox."), (7, "a red animal"), (2, " a ship "), (9, "a boat at sea"), (2, "the sea")]
 NUM = 20  # images: two files of an evaluation
@@ -110,7 +110,9 @@ def test_a_prompt_is_read_as_it_is_in_any_locale(ascii_locale, tmp_path):
         assert read_prompts(tmp_path / name)[0] == text
     (tmp_path / "cspd.json").write_text(f'\ufeff{{"classes": ["{text}"]}}', encoding="utf-8")
     assert read_json(tmp_path / "cspd.json") == {"classes": [text]}
-    assert word("gr\udcc3\udcbcn") == "gr\xfcn"  # as Python decodes an argument that its locale does not explain
+    typed = "gr\udcc3\udcbcn"  # as Python decodes an argument in such a locale
+    assert prompt(typed) == "gr\xfcn" and label_list(typed) == ["gr\xfcn"]
+    assert path_argument(typed) == Path(typed)  # as it encodes it
 
 
 def test_a_folder_of_texts_has_a_prompt_in_each_file(tmp_path):

@@ -321,7 +321,7 @@ def images_in(out):
 
 ODD = [  # changes of an image's entry, or lines in place of it
     *({"index": "1"}, {"index": NUM}, {"index": -1}, {"request": []}, {"token_cost": "x"}, {"sha256": 1}),
-    *({"stats": {}}, {"stats": {"guarantee": "exact", "seconds": {}, "alpha": "x"}}),
+    *({"stats": {}}, {"stats": {"guarantee": "exact", "head_calls_per_token": 1, "seconds": {}, "alpha": "x"}}),
     *("7", "[]", "[" * 100_000),
 ]
 

@@ -85,9 +85,10 @@ def test_measuring_again_keeps_the_speed_of_sampling(whole, tmp_path, capsys):
     (again / "evaluation.json").write_text(json.dumps(report))
     assert evaluate(again) == 0
     assert report_of(again)["sampling"] == sampling
-    (again / "evaluation.json").write_text('{"sampling": {"images_made": 7}, "settings": {}}')  # of another run
-    assert evaluate(again) == 0
-    assert report_of(again)["sampling"]["images_made"] == 0
+    for other in ({"settings": {}}, {"sampling": {"images_made": 7}}):  # of another run, and damaged
+        (again / "evaluation.json").write_text(json.dumps(report | other))
+        assert evaluate(again) == 0
+        assert report_of(again)["sampling"]["images_made"] == 0
 
 
 @pytest.mark.parametrize("steps, num", [(10, 20), (100, 4)])
