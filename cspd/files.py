@@ -321,10 +321,11 @@ def misfit(value: object, shape: object, path: str = "") -> str | None:
             shape = dict.fromkeys(value, shape[str])
         for key, inner in shape.items():
             name = key.removesuffix("?")
-            if key != name and name not in value:
-                continue
             inside = f"{path}.{name}" if path else name
-            wrong = misfit(value.get(name), inner, inside)
+            if name in value:
+                wrong = misfit(value[name], inner, inside)
+            else:
+                wrong = inside if key == name else None
             if wrong:
                 return wrong
         return None

@@ -318,7 +318,7 @@ def on_ray(args: argparse.Namespace, divided: Callable, num: int) -> tuple[Shard
 
     `divided` takes the arguments, and returns the arguments of `cspd.evaluation.run.plan`; it runs in each worker.
 
-    Raises ValueError if Ray is not installed, or as `cspd.ray.sample`.
+    Raises ValueError if Ray is not installed, the number of images is 0, or as `cspd.ray.sample`.
     """
     try:
         from cspd import ray
@@ -326,6 +326,8 @@ def on_ray(args: argparse.Namespace, divided: Callable, num: int) -> tuple[Shard
         raise ValueError(f"--ray needs {missing.name}: {install('ray')}") from None
     if args.shard or "WORLD_SIZE" in os.environ:
         raise ValueError("--ray divides the work itself: leave out --shard and torchrun")
+    if not num:  # all classes, which only loaded models tell
+        raise ValueError("--ray needs the number of images: give --num, or --labels LIST")
     ray.connect(args.ray)
     own = {name: value for name, value in vars(args).items() if not callable(value)}
     # workers have other current folders

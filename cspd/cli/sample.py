@@ -348,8 +348,6 @@ def _sample_shards(args: argparse.Namespace, asked: Sequence[dict], part: Part) 
     if args.heatmap:
         raise ValueError("--heatmap is of runs by one process: leave it out, or leave out --shard, --ray and torchrun")
     num = args.num or len(asked)
-    if args.ray and not num:
-        raise ValueError("--ray needs the number of images before the models are loaded: give --num, or --labels LIST")
 
     def progress() -> str:
         return f"{Shards(args.out, num).num_written()} of {num} images are in {args.out}/"
