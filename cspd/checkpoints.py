@@ -24,11 +24,12 @@ from cspd.discrete.hf import CONFIG, Folder, HFEagle, is_hf, load_hf_eagle, open
 from cspd.discrete.registry import CHAMELEON_DECODER, load_eagle, load_gpt, load_tokenizer
 from cspd.discrete.text import TextEncoder
 from cspd.engine import Engine, check_not_forked
-from cspd.files import CALIBRATION, identity_of, weight_files
+from cspd.files import CALIBRATION, weight_files
 from cspd.masked.family import MARModels
 from cspd.method import method_of
 from cspd.models import DESCRIPTION, GET_MODELS, IN_MODELS, Models, bundled, described
 from cspd.request import Request
+from cspd.runs import content_digest, identity_of, together
 from cspd.terminal import __version__, telling
 from mar.checkpoint import load_mar, load_vae, suggestion
 from mar.tensors import CheckpointError, count_numbers
@@ -562,16 +563,15 @@ def run_settings(args: Namespace, request: Request) -> dict:
 
 
 def _stored(file: Path) -> dict:
-    """The fingerprint that identifies a model file when a run is resumed.
+    """A model file in the record of a run: its content identifies it when the run is resumed, wherever it is.
 
-    For a `transformers` model it covers all files in the directory.
+    For a `transformers` model it is all files in the directory.
     """
     more: dict = {}
-    weights = [file]
+    name, weights = file.name, [file]
     if is_hf(file):
-        file = file / CONFIG if file.is_dir() else file
-        weights = weight_files(file.parent)
-        more["folder"] = identity_of(file.parent)
-    file = file.resolve()
+        folder = (file if file.is_dir() else file.parent).resolve()
+        name, weights = folder.name, weight_files(folder)
+        more["folder"] = identity_of(folder)
     num_bytes = sum(each.stat().st_size for each in weights)
-    return {"file": str(file), "bytes": num_bytes, "modified": file.stat().st_mtime_ns, **more}
+    return {"file": name, "bytes": num_bytes, "sha256": together([*map(content_digest, weights)]), **more}

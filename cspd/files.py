@@ -13,11 +13,14 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import tempfile
+import urllib.parse
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from pathlib import Path
+from fnmatch import fnmatch
+from pathlib import Path, PurePath
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import fsspec.core
@@ -62,16 +65,20 @@ class Remote:
         return self._files.isdir(self._path)
 
     def glob(self, pattern: str) -> list[Remote]:
-        """The files in this folder whose names match."""
+        """The files in this folder whose names match. The folder's own name is no pattern."""
         self._files.invalidate_cache()  # other machines write here too
-        names = [path.rpartition("/")[2] for path in self._files.glob(f"{self._path}/{pattern}")]
-        return [self / name for name in names]
+        try:
+            paths = self._files.ls(self._path, detail=False)
+        except FileNotFoundError:
+            return []
+        names = [path.rpartition("/")[2] for path in paths]
+        return [self / name for name in names if fnmatch(name, pattern)]
 
     def open(self, mode: str = "rb") -> Any:
         return self._files.open(self._path, mode)
 
-    def read_text(self, errors: str = "strict") -> str:
-        return self._files.cat_file(self._path).decode(errors=errors)
+    def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return self._files.cat_file(self._path).decode(encoding, errors)
 
     def unlink(self, missing_ok: bool = False) -> None:
         if self.exists() or not missing_ok:
@@ -87,13 +94,40 @@ class Remote:
 
 
 Place = Path | Remote
+URL = re.compile(r"([a-z][a-z0-9+.-]+):(/.*)", re.IGNORECASE | re.DOTALL)  # a drive has one letter
 
 
 def place_of(text: str) -> Place:
-    """The folder or file that a path, or a URL, names."""
-    if text.startswith("file://"):
-        return Path(text.removeprefix("file://"))
-    return Remote(text) if "://" in text else Path(text)
+    """The folder or file that a path, or a URL, names.
+
+    Raises ValueError if a file: URL names another machine, another URL has one slash only, or as `Remote`.
+    """
+    url = URL.fullmatch(text)
+    if url is None or (url[1].lower() != "file" and url[2].startswith("//")):
+        return Remote(text) if "://" in text else Path(text)
+    scheme, rest = url.groups()
+    if scheme.lower() != "file":
+        raise ValueError(f"{text} is a URL with one slash: write {scheme}:/{rest}, or ./{text} for a local path")
+    machine, slash, path = rest[2:].partition("/") if rest.startswith("//") else ("", "/", rest[1:])
+    if machine.lower() not in ("", "localhost") or not slash:
+        raise ValueError(f"{text} is not on this machine: give a path, or file:///PATH")
+    return Path(f"/{urllib.parse.unquote(path)}")
+
+
+def inside(folder: Place, name: str) -> Place:
+    """The file of this name in a folder, at any depth.
+
+    Raises ValueError if the name leads out of the folder: it is absolute, has "..", or a folder on its way is a link or
+    a file.
+    """
+    path = PurePath(name)
+    if not path.parts or path.anchor or ".." in path.parts or "\0" in name:
+        raise ValueError(f"{name!r} is not a name in {folder}")
+    if isinstance(folder, Path):
+        for parent in [folder / each for each in path.parents][:-1]:  # the last one is the folder itself
+            if parent.is_symlink() or parent.is_file():
+                raise ValueError(f"{name!r} leads out of {folder}")
+    return folder / name
 
 
 # Files that are written completely or not at all: an interrupted run leaves the old file or the new one.
@@ -147,9 +181,16 @@ def publishing(path: Place) -> Iterator[Path]:
         raise
 
 
-def _is_special(path: Path) -> bool:
+def _is_special(path: Place) -> bool:
     """Whether a path exists and is not an ordinary file, such as /dev/null or a folder."""
-    return os.path.exists(path) and not os.path.isfile(path)
+    return isinstance(path, Path) and os.path.exists(path) and not os.path.isfile(path)
+
+
+def ordinary(path: Place) -> Place:
+    """The path. Raises OSError if it is not an ordinary file: reading from a pipe or a device might never end."""
+    if _is_special(path):
+        raise OSError(f"{path} is not an ordinary file")
+    return path
 
 
 def _new_file_beside(path: Path) -> Path:
@@ -243,12 +284,19 @@ def checked_json(path: Place, shape: object, remedy: str, kind: type[ValueError]
 
 def read_json(path: Place) -> Any:
     """The content of a JSON file. Raises OSError, or ValueError as `parse_json`."""
-    return parse_json(path.read_text(errors="replace"))
+    # UTF-8 whatever the locale, with or without the mark that some editors write first
+    return parse_json(ordinary(path).read_text(encoding="utf-8-sig", errors="replace"))
 
 
 def parse_json(text: str) -> Any:
-    """The content of JSON text. Raises ValueError if it is not JSON, or has NaN or an infinity, which JSON lacks."""
-    return json.loads(text, parse_float=_finite, parse_constant=_finite)
+    """The content of JSON text.
+
+    Raises ValueError if it is not JSON, has NaN or an infinity, which JSON lacks, or is nested a thousand levels deep.
+    """
+    try:
+        return json.loads(text, parse_float=_finite, parse_constant=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _finite(text: str) -> float:
@@ -274,10 +322,11 @@ def misfit(value: object, shape: object, path: str = "") -> str | None:
             shape = dict.fromkeys(value, shape[str])
         for key, inner in shape.items():
             name = key.removesuffix("?")
-            if key != name and name not in value:
-                continue
             inside = f"{path}.{name}" if path else name
-            wrong = misfit(value.get(name), inner, inside)
+            if name in value:
+                wrong = misfit(value[name], inner, inside)
+            else:
+                wrong = inside if key == name else None
             if wrong:
                 return wrong
         return None
@@ -305,6 +354,22 @@ def write_item(path: Place, arrays: Mapping[str, Any], made_of: Mapping) -> None
         np.savez(file, **arrays)
 
 
+@contextlib.contextmanager
+def open_arrays(path: Place) -> Iterator[Any]:
+    """An .npz of ours, whose arrays are read when asked for.
+
+    Raises OSError if it is not an ordinary file, ValueError if it is compressed, as ours never is: a few bytes could
+    fill the memory; and almost anything if it is damaged.
+    """
+    with ordinary(path).open("rb") as opened:
+        size = opened.seek(0, os.SEEK_END)
+        opened.seek(0)
+        with np.load(opened) as file:
+            if sum(member.file_size for member in file.zip.infolist()) > size:
+                raise ValueError(f"{path} is compressed")
+            yield file
+
+
 def read_item(path: Place, made_of: Mapping, like: Mapping[str, tuple[type, tuple]]) -> dict[str, np.ndarray] | None:
     """The arrays of an item, or None if it is absent, damaged or made from other settings.
 
@@ -313,7 +378,7 @@ def read_item(path: Place, made_of: Mapping, like: Mapping[str, tuple[type, tupl
             only this is checked.
     """
     try:
-        with path.open("rb") as opened, np.load(opened) as file:
+        with open_arrays(path) as file:
             # all arrays are read to their end, where their checksums are
             arrays = {name: file[name] for name in file.files}
     except Exception:  # the readers of a damaged archive raise almost any error
@@ -344,13 +409,23 @@ def digest_of(arrays: Mapping[str, Any], made_of: Mapping) -> str:
 
 def _canonical(made_of: Mapping) -> str:
     """A text that is equal for settings without `cspd.runs.differences`: 3.0 equals 3, and None a missing setting."""
-    plain = json.loads(json.dumps(made_of), parse_float=_number, object_hook=without_none)
+
+    def counting(settings: dict) -> dict:
+        return without_none(without_name(settings))
+
+    plain = json.loads(json.dumps(made_of), parse_float=_number, object_hook=counting)
     return json.dumps(plain, sort_keys=True)
 
 
 def _number(text: str) -> float:
     number = float(text)
     return int(number) if number.is_integer() else number
+
+
+def without_name(settings: Mapping) -> dict:
+    """Settings that are compared: a file is its content, and a copy with another name is the same file."""
+    names = {"file", "bytes"} if "sha256" in settings else set()
+    return {key: value for key, value in settings.items() if key not in names}
 
 
 def without_none(settings: dict) -> dict:
@@ -404,17 +479,6 @@ def is_bundled(folder: Path) -> bool:
     """Whether a folder belongs to a bundled checkpoint, whose files are read and never written."""
     parents = folder.resolve().parents
     return any(root.resolve() in parents for root in BUNDLED_ROOTS)
-
-
-def identity_of(folder: Path) -> str:
-    """A hash, in hexadecimal, of the names, sizes and times of the files in a folder, except hidden files."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and not path.name.startswith("."):  # file managers leave hidden files
-            about = path.stat()
-            line = f"{path.name} {about.st_size} {about.st_mtime_ns}\n"
-            digest.update(line.encode())
-    return digest.hexdigest()
 
 
 def of_device(device: torch.device) -> dict:

@@ -203,7 +203,7 @@ def placed(models: Any, device: torch.device) -> Any:
 
 # of the package cspd-models (checkpoints/setup.cfg); the others are in cspd
 IN_MODELS = ("emoji64", "emoji64_sphere", "emoji64_text")
-GET_MODELS = "is in the package cspd-models: pip install 'cspd[models]', or ./checkpoints in a clone of the repository"
+GET_MODELS = "is in the package cspd-models: pip install ./checkpoints in a clone of the repository"
 
 
 def bundled() -> dict[str, Path]:

@@ -22,13 +22,13 @@ from cspd.evaluation.run import SIZE, Shards, finish, generate, plan, shards_sto
 from cspd.files import Place, place_of
 from cspd.request import Request
 from cspd.runs import locked, summary_of
-from cspd.terminal import progress_bar
+from cspd.terminal import install, progress_bar
 
 try:
     import ray
     from ray.data import ActorPoolStrategy, DataContext, Dataset
 except ModuleNotFoundError as missing:
-    message = f"{missing.name} is not installed: pip install 'cspd[ray]'"
+    message = f"{missing.name} is not installed: {install('ray')}"
     raise ModuleNotFoundError(message, name=missing.name) from None
 
 BATCHES = 4  # full batches of an engine in one call: its slots run empty at the end of each

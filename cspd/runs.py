@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import json
 import os
@@ -30,13 +29,18 @@ from filelock import FileLock, Timeout
 from PIL import Image
 
 from cspd.files import (
+    NUMBER,
     Place,
     Remote,
     checked_json,
+    inside,
     json_bytes,
     make_folder,
+    measured_once,
     temporary_names,
+    user_cache,
     weight_files,
+    without_name,
     write_bytes,
     write_json,
 )
@@ -246,6 +250,12 @@ class Store:
             plain = json.loads(json.dumps(asked))  # with the types of the file
             self.refuse(differences(self._settings(record), self._settings(plain)))
         listed = self._listed(record, files, overwrite)
+        # nothing outside the folder may be written or removed, whatever a record says
+        for name in (*files, *listed, *(record or {}).get("temporary", ())):
+            try:
+                inside(self.folder, name)
+            except ValueError as error:
+                raise ValueError(f"{self.folder / self.name}: {error}: {REMEDY}") from None
         self._check_free(files, listed)
         return record, listed
 
@@ -275,18 +285,10 @@ class Store:
         path = self.folder / self.name
         if "files" not in record and overwrite:
             raise ValueError(f"{path} is of an older version, without a list of files: {REMEDY}, or remove the folder")
-        listed = record.get("files", files)
-        # a record must never make us remove a file outside the folder
-        for name in (*listed, *record.get("temporary", ())):
-            if os.path.isabs(name) or ".." in Path(name).parts:
-                raise ValueError(f"{path} lists {name}, which is not in the folder: {REMEDY}")
-        return listed
+        return record.get("files", files)
 
     def _check_free(self, files: Sequence[str], listed: Sequence[str]) -> None:
-        """Raises ValueError if something in the folder is in the way of `files`.
-
-        A link in place of one of the run's folders could lead out of it, to files that are not ours.
-        """
+        """Raises ValueError if something in the folder is in the way of `files`."""
         known = set(listed)
         in_the_way = []
         if isinstance(self.folder, Remote):
@@ -296,10 +298,8 @@ class Store:
         else:
             for name in dict.fromkeys([*files, *listed]):
                 path = self.folder / name
-                parent = path.parent
-                is_below_link = parent != self.folder and (parent.is_symlink() or parent.is_file())
                 is_foreign = name not in known and os.path.lexists(path)
-                if is_below_link or is_foreign or path.is_dir():
+                if is_foreign or path.is_dir():
                     in_the_way.append(name)
         if in_the_way:
             raise ValueError(
@@ -358,6 +358,7 @@ def differences(old: Mapping, new: Mapping, path: str = "") -> list[str]:
     A missing setting equals None. A setting that is None in `new` and left to the method matches any value.
     """
     found = []
+    old, new = without_name(old), without_name(new)
     for key in dict.fromkeys([*old, *new]):
         before, now = old.get(key), new.get(key)
         name = f"{path}{_title(key, now)}"
@@ -405,6 +406,26 @@ WORTH = 1.05  # times as fast as baseline sampling: below, there is no speed-up
 LAZY = "lazy_backbone_calls"
 
 
+OPTIONAL = (*NUMBER, type(None))
+STATS = {  # the parts of an image's statistics that summaries read
+    "guarantee": str,
+    "head_calls_per_token": NUMBER,
+    "seconds": {str: NUMBER},
+    "committed?": {str: int},
+    **{f"{name}?": NUMBER for name in (*COUNTS, LAZY)},
+    **{f"{name}?": OPTIONAL for name in ("step_compression", "alpha", *MEASURED)},
+    "largest_token?": OPTIONAL,
+}
+
+
+SUMMARY = {  # the parts of a `summary_of` that reports read
+    "guarantee": str,
+    "images_made": int,
+    **{name: NUMBER for name in ("seconds", "images_per_second", *[f"{name}_per_image" for name in COUNTS])},
+    "head_calls_per_token": NUMBER,
+}
+
+
 def standard_error(values: Sequence[float]) -> float | None:
     """The standard error of the mean of independent values, or None if there is only one."""
     if len(values) < 2:
@@ -433,7 +454,7 @@ def summary_of(stats: Sequence[dict], generated: int, seconds: float) -> dict:
     if compression is not None:
         summary["step_compression"] = compression
         summary["rounds_by_codes_committed"] = _rounds_by_tokens(stats)
-        summary["bound_standard_error"] = standard_error([image["bound"] for image in stats])
+        summary["bound_standard_error"] = standard_error([image.get("bound", 0) for image in stats])
     summary["alpha"] = _mean_of(stats, "alpha")
     summary["head_calls_per_token"] = _mean_of(stats, "head_calls_per_token")
     summary |= measured(stats)
@@ -452,7 +473,7 @@ def _rounds_by_tokens(stats: Sequence[dict]) -> dict[int, int]:
     """The number of rounds, by how many tokens a round committed."""
     rounds: Counter[int] = Counter()
     for image in stats:
-        for tokens, count in image["committed"].items():
+        for tokens, count in image.get("committed", {}).items():
             rounds[int(tokens)] += count  # JSON has strings as keys
     return dict(sorted(rounds.items()))
 
@@ -530,6 +551,8 @@ def _advice(other: Mapping | None) -> str:
 
 LIBRARIES = ("numpy", "torch-fidelity")
 PATIENCE = 10  # seconds that git may take
+DIGESTS = "digests"  # the folder of digests in the user's cache
+OTHER_WEIGHTS = 2**27  # bytes: larger files beside a model's weights are the same weights in formats that nothing reads
 
 
 def what_ran(machine: Mapping, models: Sequence[dict] = (), command: str | None = None) -> dict:
@@ -564,20 +587,11 @@ def models_of(settings: Mapping[str, Any], runner: Any) -> list[dict]:
     """
     modules = {"vae": getattr(runner, "vae", None), **runner.models}
     found = []
-    for role, stored in _files(settings).items():
-        file = Path(stored["file"])
-        name, weights = file.name, [file]
-        if "folder" in stored:  # of a `transformers` model
-            name, weights = file.parent.name, weight_files(file.parent)
-        found.append(
-            {
-                "role": role,
-                "file": name,
-                "sha256": _fingerprint(tuple(weights), stored["modified"]),
-                "bytes": stored["bytes"],
-                "parameters": sum(each.numel() for each in modules[role].parameters()),
-            }
-        )
+    for role, stored in settings.items():
+        if role in modules and isinstance(stored, dict):
+            parameters = sum(each.numel() for each in modules[role].parameters())
+            about = {name: stored[name] for name in ("file", "sha256", "bytes")}
+            found.append({"role": role, **about, "parameters": parameters})
     return found
 
 
@@ -588,24 +602,10 @@ def model_line(model: Mapping) -> str:
     return f"{model['file']}, {millions:,.1f} million parameters, sha256 {fingerprint}"
 
 
-def without_folders(settings: Mapping[str, Any]) -> dict:
-    """A run's settings with file names in place of paths, which a report must not reveal."""
-    named = dict(settings)
-    for role, stored in _files(settings).items():
-        named[role] = {**stored, "file": Path(stored["file"]).name}
-    return named
-
-
-def _files(settings: Mapping[str, Any]) -> dict[str, dict]:
-    """The files among a run's settings, by their role."""
-    groups = {role: value for role, value in settings.items() if isinstance(value, dict)}
-    return {role: value for role, value in groups.items() if "file" in value}
-
-
-def file_fingerprint(path: Path) -> str:
+def file_fingerprint(path: Place) -> str:
     """sha256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         for block in iter(lambda: file.read(2**20), b""):
             digest.update(block)
     return digest.hexdigest()
@@ -619,10 +619,36 @@ def together(fingerprints: Sequence[str]) -> str:
     return hashlib.sha256("".join(fingerprints).encode()).hexdigest()
 
 
-@functools.cache
-def _fingerprint(paths: tuple[Path, ...], modified: int) -> str:
-    """The fingerprint of files `modified` at a time. It is cached because many configurations share their files."""
-    return together([file_fingerprint(path) for path in paths])
+@dataclass
+class Content:
+    """The digest of a file's content, cached so that many gigabytes of weights are read once."""
+
+    sha256: str
+
+    def check(self) -> None:
+        """Raises ValueError if it is not a digest."""
+        if not re.fullmatch("[0-9a-f]{64}", self.sha256):
+            raise ValueError(f"{self.sha256!r} is not a digest")
+
+
+def content_digest(path: Path) -> str:
+    """`file_fingerprint` of a file with a model, from the user's cache unless its path, size or time has changed."""
+    path = path.resolve()
+    about = path.stat()
+    key = {"file": str(path), "bytes": about.st_size, "modified": about.st_mtime_ns}
+    what = f"reading {path} once, for its digest"
+    return measured_once(Content, key, lambda: Content(file_fingerprint(path)), what, user_cache() / DIGESTS).sha256
+
+
+def identity_of(folder: Path) -> str:
+    """A hash, in hexadecimal, of the names and contents of a model's files in a folder, except hidden files."""
+    weights = weight_files(folder)
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        is_hidden = path.name.startswith(".")  # file managers leave some
+        if path.is_file() and not is_hidden and (path in weights or path.stat().st_size < OTHER_WEIGHTS):
+            digest.update(f"{path.name} {content_digest(path)}\n".encode())
+    return digest.hexdigest()
 
 
 def commit_of(file: Path) -> str | None:

@@ -82,6 +82,11 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:200] if lines else type(error).__name__
 
 
+def install(extra: str) -> str:
+    """The command that installs the libraries of an extra. The package is not published: a clone has them."""
+    return f"pip install '.[{extra}]' in a clone of the repository"
+
+
 # Parsers of what is typed, on the command line and in study files. As argparse wants it, they raise ArgumentTypeError.
 
 MOST = 10_000_000  # of countable things, such as images
@@ -130,7 +135,7 @@ def label_list(text: str) -> list[int | str | None]:
     None is the unconditional branch. Names are not looked up here.
     """
     labels: list[int | str | None] = []
-    for part in text.split(","):
+    for part in utf8(text).split(","):
         if re.fullmatch(r"[\s\d-]*", part):
             labels += number_list(part)
         else:
@@ -283,8 +288,22 @@ def word(text: str) -> str:
     return text
 
 
+def utf8(text: str) -> str:
+    """An argument as UTF-8, whatever the locale. Paths stay as Python decodes them: it encodes them the same way."""
+    with contextlib.suppress(UnicodeError):
+        return os.fsencode(text).decode()
+    return text
+
+
+def prompt(text: str) -> str:
+    """A prompt that is not empty."""
+    return word(utf8(text))
+
+
 def path_argument(text: str) -> Path:
-    """The path of a file or a directory."""
+    """The path of a file or a directory on this machine. A URL would become a folder named "s3:"."""
+    if re.match(r"[a-z][a-z0-9+.-]+:/", text, re.IGNORECASE):
+        raise unexpected(text, "a path on this machine, not a URL")
     return Path(word(text))
 
 

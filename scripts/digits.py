@@ -27,7 +27,7 @@ def _strokes(split: str) -> tuple[Tensor, Tensor]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError("the digits come with scikit-learn: pip install 'cspd[train]'") from error
+        raise ImportError("the digits come with scikit-learn: pip install '.[train]'") from error
     digits = load_digits()
     images = torch.from_numpy(digits.images).float().unsqueeze(1) / 16
     labels = torch.from_numpy(digits.target).long()

@@ -36,6 +36,14 @@ def _folder(name: str, files: dict[str, Path]) -> str:
     return str(folder)
 
 
+def other_weights(file: Path, copy: Path) -> Path:
+    """A copy of a file of weights, of the same size, with another last number."""
+    content = bytearray(file.read_bytes())
+    content[-4] ^= 1
+    copy.write_bytes(content)
+    return copy
+
+
 @functools.cache
 def small_text_encoder() -> str:
     """A folder with a T5 encoder of two layers and a tokenizer that knows the letters, as FLAN-T5's on the hub."""

@@ -21,9 +21,10 @@ from cspd import Engine, MARModels, Request, VQModels
 from cspd import checkpoints as cspd_checkpoints
 from cspd import device as cspd_device
 from cspd.checkpoints import checkpoint_files, fetched
-from cspd.files import WEIGHTS, check_files, identity_of, weight_files
+from cspd.files import WEIGHTS, check_files, weight_files
 from cspd.models import ClassNames, described, imagenet
 from cspd.request import Sequence
+from cspd.runs import OTHER_WEIGHTS, identity_of
 from mar.model import MAR
 from mar.tensors import CheckpointError, read_tensors
 
@@ -105,13 +106,21 @@ def test_a_missing_file_is_named(tmp_path):
         check_files(tmp_path, {"configuration": ("config.json",), "weights": WEIGHTS}, "a toy", "fetch it")
 
 
-def test_hidden_files_do_not_change_a_folders_identity(tmp_path):
-    (tmp_path / "config.json").touch()
-    before = identity_of(tmp_path)
-    (tmp_path / ".DS_Store").touch()
-    assert identity_of(tmp_path) == before
-    (tmp_path / "tokenizer.json").touch()
-    assert identity_of(tmp_path) != before
+def test_hidden_files_copies_and_other_formats_do_not_change_a_folders_identity(tmp_path):
+    folder, copy = tmp_path / "folder", tmp_path / "copy"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_text(name)
+    before = identity_of(folder)
+    shutil.copytree(folder, copy, copy_function=shutil.copyfile)  # at another time
+    (copy / ".DS_Store").touch()
+    with (copy / "flax_model.msgpack").open("wb") as file:
+        file.truncate(OTHER_WEIGHTS)
+    assert identity_of(copy) == before
+    for name in ("tokenizer.json", "model.safetensors"):
+        (copy / name).write_text("another one...")
+        assert identity_of(copy) != before
+        before = identity_of(copy)
 
 
 # ---- In a notebook: names of classes, images, short reprs, closed engines, saved models

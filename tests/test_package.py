@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import configparser
 import platform
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -64,6 +65,14 @@ def test_types_of_the_public_names_are_known():
 def test_versions_agree():
     assert config_of("cspd-models")["metadata"]["version"] == cspd.__version__
     assert f"version: {cspd.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_no_text_installs_the_package_from_an_index_that_lacks_it():
+    """With its name, pip looks on PyPI; in a clone it is a path."""
+    folders = [ROOT / name for name in ("cspd", "mar", "docs", "scripts", "examples", "checkpoints")]
+    files = [path for folder in folders for path in folder.rglob("*.*") if path.suffix in {".py", ".md", ".html"}]
+    for path in (*files, ROOT / "README.md"):
+        assert not re.search(r"cspd\[|pip install '?cspd", path.read_text()), path
 
 
 def test_a_model_of_the_other_package_is_named_if_it_is_missing(monkeypatch, tmp_path):

@@ -173,7 +173,7 @@ def test_without_ray_there_is_one_line(tmp_path, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["sample", "--checkpoint", small_checkpoint(), "--ray", "auto", "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
-    assert "cspd[ray]" in error and error.count("\n") == 1
+    assert "[ray]" in error and error.count("\n") == 1
 
 
 def test_ray_is_not_imported_unless_it_is_used():

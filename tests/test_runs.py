@@ -11,6 +11,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -31,7 +32,18 @@ from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
 from cspd.device import describe
 from cspd.evaluation.run import Shards
-from cspd.files import DIGEST, append_json, check_file, checked_json, publishing, read_item, write_item, write_json
+from cspd.files import (
+    DIGEST,
+    append_json,
+    check_file,
+    checked_json,
+    digest_of,
+    place_of,
+    publishing,
+    read_item,
+    write_item,
+    write_json,
+)
 from cspd.runs import DECIDED, LOCK, Store, differences, earlier_choices
 from cspd.terminal import __version__
 
@@ -72,6 +84,27 @@ def test_paths_that_cannot_be_written_are_refused_before_any_work(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "text, path",
+    [
+        ("file:/a b", "/a b"),
+        ("file:///a/b", "/a/b"),
+        ("FILE://localhost/a%20b", "/a b"),
+        ("a:b/c", "a:b/c"),
+        ("C:/a", "C:/a"),
+        ("file://machine/a", None),
+        ("file://a", None),
+        ("s3:/bucket/run", None),
+    ],
+)
+def test_urls_of_this_machine_are_paths_and_others_are_errors(text, path):
+    if path is None:
+        with pytest.raises(ValueError, match=text):
+            place_of(text)
+    else:
+        assert place_of(text) == Path(path)
+
+
+@pytest.mark.parametrize(
     "text, wrong",
     [
         ('{"name": "a", "sizes": [1, 2.5]}', None),
@@ -82,12 +115,13 @@ def test_paths_that_cannot_be_written_are_refused_before_any_work(tmp_path):
         ("[]", "the content"),
         ('{"name": "a", "sizes": [1e999]}', "1e999"),
         ("{", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
     ],
 )
 def test_json_of_another_shape_is_refused(tmp_path, text, wrong):
     path = tmp_path / "a.json"
     path.write_text(text)
-    shape = {"name": str, "sizes": [(int, float)], "more?": {str: int}}
+    shape = {"name": (str, type(None)), "sizes": [(int, float)], "more?": {str: int}}
     if wrong is None:
         assert checked_json(path, shape, "") == json.loads(text)
     else:
@@ -225,16 +259,32 @@ def test_the_temporary_files_of_killed_runs_do_not_pile_up(tmp_path):
     assert set(content(tmp_path)) == {RECORD}
 
 
-@pytest.mark.parametrize("name", ["../precious.npz", "/etc/passwd", "0.npz/../../precious.npz"])
-def test_a_record_cannot_make_us_remove_other_files(tmp_path, name):
+@pytest.mark.parametrize("listed", ["files", "temporary"])
+@pytest.mark.parametrize(
+    "name",
+    ["../precious.npz", "/etc/passwd", "0.npz/../../precious.npz", "link/precious.npz", "link/a/b", "", ".", "\0"],
+)
+def test_a_record_cannot_make_us_remove_other_files(tmp_path, name, listed):
     out, precious = tmp_path / "out", tmp_path / "precious.npz"
     begun(out)
-    precious.write_text("precious")
-    (out / RECORD).write_text(json.dumps(record_of() | {"files": [name]}))
+    (out / "link").symlink_to(tmp_path)
+    (tmp_path / "a").mkdir()
+    others = precious, tmp_path / "a" / "b"
+    for path in others:
+        path.write_text("precious")
+    (out / RECORD).write_text(json.dumps(record_of() | {"files": []} | {listed: [name]}))
     for overwrite in (False, True):
         with pytest.raises(ValueError, match=r"record\.json"):
             begun(out, overwrite=overwrite)
-    assert precious.exists()
+    assert all(path.exists() for path in others)
+
+
+def test_a_run_writes_nothing_outside_its_folder(tmp_path):
+    """Whatever made up the names of its files."""
+    for name in ("../a.png", "/a.png", "link/../../a.png"):
+        with pytest.raises(ValueError, match=r"a\.png"):
+            begun(tmp_path / "out", files=[name])
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_link_does_not_lead_us_out_of_the_folder(tmp_path):
@@ -364,10 +414,23 @@ def test_the_commit_is_that_of_the_checkout_with_the_file(tmp_path, monkeypatch)
     assert runs.commit_of(file) is None  # no git
 
 
-def test_a_report_has_names_of_files_without_their_folders():
-    settings = {"version": "0", "target": {"file": "/home/someone/target.safetensors", "bytes": 3}}
-    named = {"version": "0", "target": {"file": "target.safetensors", "bytes": 3}}
-    assert runs.without_folders(settings) == runs.without_folders(named) == named
+def test_a_file_is_its_content_in_any_folder_and_is_read_once(tmp_path):
+    one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
+    one.write_bytes(b"weights")
+    digest = runs.content_digest(one)
+    shutil.copy(one, other)
+    os.utime(other, ns=(0, 0))
+    assert runs.content_digest(other) == digest == hashlib.sha256(b"weights").hexdigest()
+    other.write_bytes(b"WEIGHTS")
+    assert runs.content_digest(other) != digest
+    about = one.stat()
+    one.write_bytes(b"WEIGHTS")
+    os.utime(one, ns=(about.st_atime_ns, about.st_mtime_ns))  # nothing shows that it changed
+    assert runs.content_digest(one) == digest
+    files = [{"vae": {"file": name, "bytes": 7, "sha256": digest}} for name in ("a.ckpt", "b.ckpt")]
+    assert differences(*files) == [] and digest_of({}, files[0]) == digest_of({}, files[1])
+    files[1]["vae"]["sha256"] = "0"
+    assert len(differences(*files)) == 1 and digest_of({}, files[0]) != digest_of({}, files[1])
 
 
 # ---- Runs that version 0.1.0 left unfinished resume: its records, and black images that must stay

@@ -82,7 +82,7 @@ def test_from_its_own_samples(target, train, tmp_path, capsys):
     assert sum(output.stats.backbone_calls for output in drafted) < 4 * 16
     command = ["sample", "--checkpoint", target, "--eagle", whole, "--method", "eagle2", "--labels", 0]
     assert main([*map(str, command), "--out", str(tmp_path / "out")]) == 0
-    assert json.loads((tmp_path / "out" / "samples.json").read_text())["settings"]["eagle"]["file"] == str(whole)
+    assert json.loads((tmp_path / "out" / "samples.json").read_text())["settings"]["eagle"]["file"] == whole.name
 
 
 def test_codes_of_another_target_are_refused(train, tmp_path):

@@ -90,6 +90,7 @@ from cspd.method import METHODS
 from cspd.option import BUNDLED, DEFAULTS, option_names
 from cspd.request import Request
 from cspd.runs import (
+    SUMMARY,
     Store,
     differences,
     file_fingerprint,
@@ -98,7 +99,6 @@ from cspd.runs import (
     model_line,
     models_of,
     what_ran,
-    without_folders,
 )
 from cspd.terminal import if_stopped, progress_bar
 
@@ -234,7 +234,7 @@ def _clip_line(report: dict) -> list[Line]:
 # `cspd compare`: configurations side by side.
 
 FILES = ("vae", "draft_checkpoint", "eagle", "text_encoder")  # the files among a configuration's models
-RUN_DEFAULTS = dict.fromkeys(RUN) | {"num": 20, "labels": list(range(10)), "seed": 0, "max_batch": 4}
+RUN_DEFAULTS = dict.fromkeys(RUN) | {"num": 20, "seed": 0, "max_batch": 4}
 
 
 def run_compare(args: argparse.Namespace) -> None:
@@ -429,7 +429,7 @@ def _about_sampling(args: argparse.Namespace, engine: Engine, manifest: Mapping,
     """The part of the report about sampling: settings, speed, and what ran."""
     summary.setdefault("machine", engine.describe())  # Ray's workers are on other machines
     ran = what_ran(summary["machine"], models_of(manifest, engine.runner), args.line)
-    settings = without_folders(manifest)
+    settings = dict(manifest)
     if not summary["images_made"]:  # an earlier run sampled, and its report has the speed
         summary = _earlier_sampling(args.out / RECORD, settings) or summary
     return {"settings": settings, "sampling": summary, "ran": ran}
@@ -438,7 +438,7 @@ def _about_sampling(args: argparse.Namespace, engine: Engine, manifest: Mapping,
 def _earlier_sampling(path: Place, settings: dict) -> dict | None:
     """The summary of sampling in an earlier report of the same run, or None."""
     try:
-        report = checked_json(path, {"sampling": dict, "settings": dict}, "")
+        report = checked_json(path, {"sampling": {**SUMMARY, "processes": int}, "settings": dict}, "")
     except ValueError:
         return None
     if differences(report["settings"], settings):
@@ -462,9 +462,7 @@ def _prepare(args: argparse.Namespace, prompts: list[str] | None) -> tuple[Engin
 def _divided(args: argparse.Namespace, prompts: list[str] | None) -> tuple[Engine, Request, list[Subject], dict]:
     """The engine, the request that all images share, their classes or prompts, and whatever else they depend on."""
     engine = load_engine(args, args.max_batch)
-    runner = engine.runner
-    labels = args.labels or range(runner.num_classes) or [0]
-    subjects: list[Any] = prompts or class_numbers(labels, engine)
+    subjects: list[Any] = prompts or class_numbers(args.labels, engine)
     blank = request_of(args, None, args.seed, negative_prompt=args.negative_prompt)
     request = asking_for(blank, subjects[0])  # text-to-image models refuse a class
     return engine, request, subjects, run_settings(args, engine.check(request))

@@ -35,8 +35,10 @@ from cspd.terminal import (
     number_list,
     part,
     path_argument,
+    prompt,
     seed,
     tolerance,
+    utf8,
     whole,
     word,
     word_list,
@@ -63,7 +65,7 @@ first steps:
   cspd sample --checkpoint emoji64 --labels faces,flags --num 20 --method calibrated --out emoji/
       20 emojis with a tenth of the diffusion head's calls; `cspd methods` lists all methods
   cspd sample --checkpoint emoji64_text --prompt "a red heart" --num 8 --out hearts/
-      a bundled text-to-image model (needs: pip install 'cspd[text]')
+      a bundled text-to-image model (needs: pip install '.[text]' in a clone)
   cspd sample --checkpoint mar_large/ --vae kl16.ckpt --labels 207 --out dog/
       an official MAR checkpoint; docs/checkpoints.md says where to get the files
   cspd edit --image three/00000_label3_seed0.png --keep 0.5 --label 3 --num 4 --out variations/
@@ -230,8 +232,8 @@ def _sample(parser: Parser) -> None:
         '  cspd sample --checkpoint emoji64_text --prompt "a red heart" --num 8 --out hearts/'
     )
     group = parser.add_argument_group("images")
-    one_of = _add_subjects(group, f"{CLASSES_HELP}; none: unconditional (default: 0-9)", labels="0-9")
-    one_of.add_argument("--prompt", type=word, metavar="TEXT", help="one prompt, for text-to-image models")
+    one_of = _add_subjects(group, f"{CLASSES_HELP}; none: unconditional")
+    one_of.add_argument("--prompt", type=prompt, metavar="TEXT", help="one prompt, for text-to-image models")
     add_like(one_of)
     text = "number of images; classes or prompts are cycled (default: one of each)"
     group.add_argument("--num", "--num-images", type=count, metavar="N", help=text)
@@ -271,7 +273,7 @@ def _edit(parser: Parser) -> None:
     part.add_argument("--place", type=box, metavar="X,Y,W,H", help=text)
     subject = group.add_mutually_exclusive_group(required=True)
     subject.add_argument("--label", type=label_of, metavar="CLASS", help="class to generate, by number or name")
-    subject.add_argument("--prompt", type=word, metavar="TEXT", help="prompt, for text-to-image models")
+    subject.add_argument("--prompt", type=prompt, metavar="TEXT", help="prompt, for text-to-image models")
     _add_negative_prompt(group)
     group.add_argument("--num", type=count, metavar="N", default=1, help="number of images (default: %(default)s)")
     _add_seed(group)
@@ -290,7 +292,7 @@ def _serve(parser: Parser) -> None:
     parser.description = (
         "Serves a web page: pick a class or write a prompt, and watch two methods generate the image side by\n"
         "side. Programs send the requests of OpenAI's image API, at /v1. Each model has one engine, which all\n"
-        "clients share. It needs: pip install 'cspd[serve]'."
+        "clients share. It needs: pip install '.[serve]' in a clone of the repository."
     )
     parser.epilog = """\
 examples:
@@ -352,7 +354,7 @@ def _compare(parser: Parser) -> None:
     )
     group.add_argument("--methods", type=name_list, metavar="LIST", help=text)
     _add_path(group, "--config", "FILE", "a study file instead of --methods, see below")
-    _add_subjects(group, f"{CLASSES_HELP} (default: 0-9)")
+    _add_subjects(group, CLASSES_HELP)
     group.add_argument("--num", type=count, metavar="N", help="number of images per configuration (default: 20)")
     group.add_argument("--seed", type=seed, metavar="N", help="image i has seed N + i (default: 0)")
     group.add_argument("--max-batch", type=count, metavar="N", help="images generated at once (default: 4)")
@@ -397,8 +399,7 @@ numbers vary by chance.
     limits.add_argument("--divergence", type=nats, metavar="D", help=text)
     limits.add_argument("--exact", action="store_true", help="only methods with the distribution of baseline sampling")
     group = parser.add_argument_group("search")
-    text = f"{CLASSES_HELP} (default: 0-9)"
-    group.add_argument("--labels", type=label_list, metavar="LIST", default="0-9", help=text)
+    _add_labels(group, CLASSES_HELP)
     text = "number of images per configuration in the last rung (default: %(default)s)"
     group.add_argument("--num", type=whole(FIRST_RUNG, MOST), metavar="N", default=120, help=text)
     _add_seed(group)
@@ -433,7 +434,7 @@ def _evaluate(parser: Parser) -> None:
     )
     # torchrun takes --num for an abbreviation of its own --numa-binding
     group.add_argument("--num", "--num-images", type=count, metavar="N", help=text)
-    _add_subjects(group, f"{CLASSES_HELP} (default: all classes of the model)")
+    _add_subjects(group, CLASSES_HELP)
     _add_seed(group)
     _add_out(group, "evaluation", word)
     _add_parts(parser)
@@ -556,7 +557,7 @@ def _merge(parser: Parser) -> None:
     group.add_argument("folder", type=word, metavar="FOLDER", help=text)
     text = "write PNGs, named as by `cspd sample`"
     group.add_argument("--png", type=word, metavar="FOLDER", help=text)
-    text = "write WebDataset tars of 1,000 PNGs with their settings (pip install 'cspd[webdataset]')"
+    text = "write WebDataset tars of 1,000 PNGs with their settings (pip install '.[webdataset]' in a clone)"
     group.add_argument("--tar", type=word, metavar="FOLDER", help=text)
     _add_path(group, "--npz", "FILE", "write an .npz for ADM's evaluator")
     text = "write the folder that GenEval's scorer reads; needs --prompts evaluation_metadata.jsonl"
@@ -619,12 +620,16 @@ def _add_path(group: argparse._ActionsContainer, flag: str, metavar: str, text: 
     return group.add_argument(flag, type=path_argument, metavar=metavar, help=text)
 
 
-def _add_subjects(
-    group: argparse._ArgumentGroup, labels_help: str, labels: str | None = None
-) -> argparse._MutuallyExclusiveGroup:
-    """Adds --labels, with the default `labels`, and --prompts, which exclude each other."""
+def _add_labels(group: argparse._ActionsContainer, text: str) -> None:
+    """Adds --labels. Without it, or without its value, it is None."""
+    text += " (default: all)"
+    group.add_argument("--labels", type=label_list, nargs="?", metavar="LIST", help=text)
+
+
+def _add_subjects(group: argparse._ArgumentGroup, labels_help: str) -> argparse._MutuallyExclusiveGroup:
+    """Adds --labels and --prompts, which exclude each other."""
     one_of = group.add_mutually_exclusive_group()
-    one_of.add_argument("--labels", type=label_list, metavar="LIST", default=labels, help=labels_help)
+    _add_labels(one_of, labels_help)
     text = "prompts for text-to-image models: one per line, or .json such as COCO captions (docs/text.md)"
     _add_path(one_of, "--prompts", "FILE", text)
     _add_negative_prompt(group)
@@ -633,7 +638,7 @@ def _add_subjects(
 
 def _add_negative_prompt(group: argparse._ArgumentGroup) -> None:
     text = "guidance steers away from this prompt (default: the model's null caption)"
-    _rare(group.add_argument("--negative-prompt", metavar="TEXT", help=text))
+    _rare(group.add_argument("--negative-prompt", type=utf8, metavar="TEXT", help=text))
 
 
 def _add_seed(group: argparse._ArgumentGroup) -> None:
@@ -659,7 +664,10 @@ def _add_parts(parser: Parser) -> None:
     group = parser.add_argument_group("many machines (docs/many.md)")
     text = "make only this part, I from 0 to N - 1, such as the index of a job array; parts may run at any time"
     _rare(group.add_argument("--shard", type=part, metavar="I/N", help=text))
-    text = "a Ray cluster makes the images: auto, ray://HOST:10001, or local for this machine (pip install 'cspd[ray]')"
+    text = (
+        "a Ray cluster makes the images: auto, ray://HOST:10001, or local for this machine (pip install '.[ray]' in a"
+        " clone)"
+    )
     _rare(group.add_argument("--ray", type=word, metavar="ADDRESS", help=text))
 
 

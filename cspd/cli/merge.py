@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import hashlib
-import io
 import os
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,14 +12,25 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from cspd.cli.options import read_prompts, text_files
-from cspd.evaluation.images import GRID, LIST, RECORD, check_npz, export_npz, file_name, in_turn, listed_images
+from cspd.cli.options import json_lines, read_prompts, text_files
+from cspd.evaluation.images import (
+    GRID,
+    LIST,
+    RECORD,
+    check_npz,
+    export_npz,
+    file_name,
+    in_turn,
+    listed_images,
+    read_list,
+)
 from cspd.evaluation.run import (
     MANIFEST,
     SIZE,
@@ -32,10 +41,20 @@ from cspd.evaluation.run import (
     write_grid,
     write_list,
 )
-from cspd.files import Place, checked_json, digest_of, place_of, publishing, write_bytes
+from cspd.files import (
+    Place,
+    checked_json,
+    digest_of,
+    inside,
+    open_arrays,
+    ordinary,
+    place_of,
+    publishing,
+    write_bytes,
+)
 from cspd.request import Request, png_of, png_text, to_pil
-from cspd.runs import Store, missing_files
-from cspd.terminal import progress_bar
+from cspd.runs import Store, file_fingerprint, missing_files
+from cspd.terminal import install, progress_bar
 
 # Images in other files than shards.
 
@@ -59,7 +78,7 @@ def run_merge(args: argparse.Namespace) -> None:
         if args.npz:
             export_npz(shards, args.npz, shards.subjects())
             wrote.append(f"{args.npz} (for ADM's evaluator)")
-        images = listed_images(shards.folder) if args.png or args.tar else []
+        images = read_list(shards.folder) if args.png or args.tar else []
         if args.png:
             wrote.append(_merge_into(place_of(args.png), images, shards, "PNGs", _png_name, SIZE, _write_pngs))
         if args.tar:
@@ -149,7 +168,7 @@ def _writer_of_tars() -> Callable:
     try:
         from webdataset import TarWriter
     except ModuleNotFoundError:
-        raise ValueError("--tar needs webdataset: pip install 'cspd[webdataset]'") from None
+        raise ValueError(f"--tar needs webdataset: {install('webdataset')}") from None
     return TarWriter
 
 
@@ -193,7 +212,7 @@ def geneval_files(shards: Shards, path: Path) -> dict[str, Content]:
         )
     num = len(_prompts_of_run(shards, path))
     files: dict[str, Content] = {}
-    for i, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+    for i, (_, line) in enumerate(json_lines(path)):
         files[f"{i:05d}/metadata.jsonl"] = line.encode
     for index in range(shards.num):
         name = f"{index % num:05d}/samples/{index // num:04d}.png"
@@ -267,17 +286,19 @@ def _num_asked(folder: Place) -> int:
 
 def _damage(folder: Place, file: str, images: list[dict]) -> str | None:
     """What is wrong with a file of these images, or None."""
+    expected = [image.get("sha256") for image in images]
     try:
-        with (folder / file).open("rb") as opened:
-            content = opened.read()
-        found = [hashlib.sha256(content).hexdigest()]
-        if found != [image.get("sha256") for image in images]:  # the record of `cspd sample` has digests of files
-            found = [digest_of_pixels(image) for image in _images_in(file, content)]
-    except FileNotFoundError:
+        path = ordinary(inside(folder, file))
+    except (OSError, ValueError) as error:
+        return str(error)
+    if not path.exists():
         return "missing"
+    try:
+        found = [file_fingerprint(path)]
+        if found != expected:  # the record of `cspd sample` has digests of files
+            found = [digest_of_pixels(image) for image in _images_in(path)]
     except Exception:  # the readers of a damaged file raise almost anything
         return "damaged"
-    expected = [image.get("sha256") for image in images]
     if None in expected:
         return "has no digest: an older version wrote it"
     if found == expected:
@@ -285,26 +306,27 @@ def _damage(folder: Place, file: str, images: list[dict]) -> str | None:
     if len(found) != len(expected):
         return f"has {len(found)} images, not {len(expected)}"
     first = next(image for image, digest in zip(images, found) if digest != image["sha256"])
-    return f"image {first['index']} is damaged, or another one"
+    return f"image {first.get('index')} is damaged, or another one"
 
 
-def _images_in(file: str, content: bytes) -> Iterator[Tensor]:
+def _images_in(path: Place) -> Iterator[Tensor]:
     """uint8 [3, H, W] of each image in a PNG, tar or shard."""
-    opened = io.BytesIO(content)
-    if file.endswith(".npz"):
-        with np.load(opened) as arrays:
+    if path.name.endswith(".npz"):
+        with open_arrays(path) as arrays:
             for pixels in arrays["images"]:
                 yield torch.from_numpy(pixels).permute(2, 0, 1)
-    elif file.endswith(".tar"):
-        with tarfile.open(fileobj=opened) as archive:
-            for member in archive:
-                content = archive.extractfile(member).read()  # type: ignore[union-attr]
-                if member.name.endswith(".png"):
-                    yield _pixels(content)
-    else:
-        yield _pixels(content)
+        return
+    with path.open("rb") as opened:
+        if path.name.endswith(".tar"):
+            # ours are not compressed, and "r:" refuses others: a few bytes could fill the memory
+            with tarfile.open(fileobj=opened, mode="r:") as archive:
+                for member in archive:
+                    if member.isreg() and not member.issparse() and member.name.endswith(".png"):
+                        yield _pixels(archive.extractfile(member))  # type: ignore[arg-type]
+        else:
+            yield _pixels(opened)
 
 
-def _pixels(png: bytes) -> Tensor:
-    with Image.open(io.BytesIO(png)) as image:
+def _pixels(png: IO[bytes]) -> Tensor:
+    with Image.open(png, formats=["PNG"]) as image:
         return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 import re
 import runpy
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from cspd.checkpoints import family_of, load
+from cspd.checkpoints import family_of, is_remote, load
 from cspd.cli.flags import add_like, add_plugin
 from cspd.cli.listing import format_table, markdown_table, options_table
 from cspd.discrete.text import missing_library
@@ -25,7 +26,7 @@ from cspd.method import METHODS, Method, choose
 from cspd.models import bundled
 from cspd.option import option_names
 from cspd.request import PNG_TEXT, Label, Request
-from cspd.terminal import NO_CHARACTER
+from cspd.terminal import NO_CHARACTER, install
 
 
 def run_methods(args: argparse.Namespace) -> None:
@@ -40,8 +41,8 @@ def run_methods(args: argparse.Namespace) -> None:
 # The prompts of --prompts FILE, and the classes of --labels.
 
 FORMS = (
-    "--prompts takes a file with one prompt per line, or .json: a list of prompts, or captions in COCO's format; or"
-    " .jsonl: a prompt in each line; or a folder of .txt files"
+    "--prompts takes a file with one prompt per line, in UTF-8; or .json: a list of prompts, or captions in COCO's"
+    " format; or .jsonl: a prompt in each line; or a folder of .txt files"
 )
 OTHER_FORMATS = (".csv", ".tsv")  # their lines are not prompts
 COCO_NAME = re.compile(r"(?:COCO_\w+_)?(\d+)")  # image names: COCO_val2014_000000000139, 000000000139, 139
@@ -61,30 +62,52 @@ def read_prompts(path: Path, images: Sequence[Path] = ()) -> list[str]:
     """
     if path.is_dir():
         return [" ".join(read_prompts(file)) for file in text_files(path)]
-    try:
-        content = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not text in UTF-8: {FORMS}") from None
-    except OSError as error:
-        raise OSError(f"{path}: {error.strerror}: {FORMS}") from None
+    prompts = []
+    for where, entry in _entries(path, images):
+        prompt = entry.get("prompt", entry.get("caption")) if isinstance(entry, dict) else entry
+        if not isinstance(prompt, str):
+            raise ValueError(f"{path}: {where} has no prompt: {FORMS}")
+        if not prompt.strip():
+            raise ValueError(f"{path}: {where} is blank: fill it in or remove it")
+        if damaged := NO_CHARACTER.search(prompt):
+            raise ValueError(f"{path}: {where} contains {damaged[0]!r}, which is not a character: remove it")
+        prompts.append(prompt.strip())
+    if not prompts:
+        raise ValueError(f"{path} is empty: {FORMS}")
+    return prompts
+
+
+def _entries(path: Path, images: Sequence[Path]) -> list[tuple[str, object]]:
+    """The entries of a file of prompts, each with its place in the file, for errors."""
     suffix = path.suffix.lower()
     if suffix in OTHER_FORMATS:
         raise ValueError(f"{path}: {suffix} files are not supported: {FORMS}")
     if suffix == ".jsonl":
-        content = f"[{','.join(content.splitlines())}]"
-    if suffix in (".json", ".jsonl"):
-        prompts = _prompts_of_json(path, content, images)
-    else:
-        # not splitlines(), which also splits at characters that editors do not take for a line's end
-        prompts = content.rstrip().split("\n")
-    if not any(prompts):
-        raise ValueError(f"{path} is empty: {FORMS}")
-    for number, prompt in enumerate(prompts, start=1):
-        if not prompt.strip():
-            raise ValueError(f"{path}: prompt {number} is blank: fill it in or remove it")
-        if damaged := NO_CHARACTER.search(prompt):
-            raise ValueError(f"{path}: prompt {number} contains {damaged[0]!r}, which is not a character: remove it")
-    return [prompt.strip() for prompt in prompts]
+        return [(f"line {i}", _parsed(path, line, i)) for i, line in json_lines(path)]
+    content = _read(path).rstrip()
+    if suffix == ".json":
+        found = _parsed(path, content)
+        if not isinstance(found, list):
+            found = _first_captions(path, found, images)
+        return [(f"prompt {i}", entry) for i, entry in enumerate(found, start=1)]
+    return [(f"line {i}", line) for i, line in enumerate(content.split("\n"), start=1) if content]
+
+
+def _read(path: Path) -> str:
+    """The text of a file of prompts, in UTF-8 whatever the locale, with or without the mark that some editors write."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not text in UTF-8: {FORMS}") from None
+    except OSError as error:
+        raise OSError(f"{path}: {error.strerror}: {FORMS}") from None
+
+
+def json_lines(path: Path) -> list[tuple[int, str]]:
+    """The lines of a .jsonl file that are not blank, each with its number from 1. Raises as `read_prompts`."""
+    # not splitlines(), which also splits at characters that a text in JSON may have
+    lines = enumerate(_read(path).split("\n"), start=1)
+    return [(number, line) for number, line in lines if line.strip()]
 
 
 def text_files(folder: Path) -> list[Path]:
@@ -95,32 +118,27 @@ def text_files(folder: Path) -> list[Path]:
     return files
 
 
-def _prompts_of_json(path: Path, content: str, images: Sequence[Path]) -> list[str]:
+def _parsed(path: Path, text: str, line: int = 1) -> Any:
+    """The content of the JSON text that begins at a line of a file."""
     try:
-        found = parse_json(content)
+        return parse_json(text)
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg}: line {line + error.lineno - 1} column {error.colno}"
     except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): {FORMS}") from None
-    is_list = isinstance(found, list)
-    prompts = [_prompt_of(entry) for entry in found] if is_list else []
-    wrong = misfit(prompts, [str]) if is_list else misfit(found, COCO)
-    if wrong:
-        raise ValueError(f"{path}: unexpected value at {wrong}: {FORMS}")
-    return prompts if is_list else _first_captions(path, found["annotations"], images)  # type: ignore[return-value]
+        reason = f"line {line}: {error}"
+    raise ValueError(f"{path} is not valid JSON ({reason}): {FORMS}")
 
 
-def _prompt_of(entry: object) -> object:
-    """The prompt of a list's entry: the entry itself, or its "prompt" or "caption"."""
-    return entry.get("prompt", entry.get("caption")) if isinstance(entry, dict) else entry
-
-
-def _first_captions(path: Path, annotations: list[dict], images: Sequence[Path]) -> list[str]:
+def _first_captions(path: Path, content: Any, images: Sequence[Path]) -> list[str]:
     """The first caption of each of `images` if their names tell it, or else of every image, in the file's order.
 
-    Raises ValueError if an image is named as in COCO, and the file has no caption for it.
+    Raises ValueError if an image is named as in COCO, and the file has no caption for it, or it is not COCO's.
     """
+    if wrong := misfit(content, COCO):
+        raise ValueError(f"{path}: unexpected value at {wrong}: {FORMS}")
     # COCO has five captions per image, in no particular order
     captions: dict[str, str] = {}
-    for annotation in annotations:
+    for annotation in content["annotations"]:
         number = str(annotation["image_id"]).zfill(COCO_DIGITS)
         captions.setdefault(number, annotation["caption"])
     own: list[str] = []
@@ -137,13 +155,13 @@ def _first_captions(path: Path, annotations: list[dict], images: Sequence[Path])
     return own
 
 
-def class_numbers(labels: Iterable[Label], engine: Engine) -> list[int]:
-    """The numbers of classes that are given by number or name.
+def class_numbers(labels: Iterable[Label] | None, engine: Engine) -> list[int]:
+    """The numbers of classes that are given by number or name; None: all classes.
 
     Raises ValueError on an unknown name, and on None: the commands that measure images need their classes.
     """
     numbers: list[int] = []
-    for label in labels:
+    for label in all_classes(engine) if labels is None else labels:
         if label is None:
             raise ValueError(
                 "--labels none: only `cspd sample` generates unconditional images: remove none from the list"
@@ -151,6 +169,11 @@ def class_numbers(labels: Iterable[Label], engine: Engine) -> list[int]:
         number: Any = engine.check(Request(label)).label if isinstance(label, str) else label
         numbers.append(number)
     return numbers
+
+
+def all_classes(engine: Engine) -> Sequence[int]:
+    """The classes of an engine's models. A text-to-image model, which has none, refuses the class 0."""
+    return range(engine.runner.num_classes) or [0]
 
 
 def check_classes(engine: Engine, command: str, instead: str) -> None:
@@ -198,7 +221,7 @@ def load_plugins(argv: Sequence[str]) -> None:
 FILES_OF_MODELS = ("checkpoint", "arch", "vae", "draft", "eagle", "text_encoder")  # arguments of `cspd.load`
 PNG_SHAPE = {
     "version": str,
-    "models": dict.fromkeys([f"{name}?" for name in FILES_OF_MODELS], str),
+    "models": dict.fromkeys([f"{name}?" for name in (*FILES_OF_MODELS, "precision")], str),
     "request": {"seed": int, "method": str},
 }
 FLAG_OF = {"draft": "draft_checkpoint", "compiled": "compile"}  # of arguments of `cspd.load` with other names
@@ -208,12 +231,15 @@ def defaults_like(argv: Sequence[str]) -> dict:
     """The values of flags that generate the picture of --like again; empty without this flag.
 
     Raises:
-        ValueError: the file cannot be read, carries no settings, or was made from a given image. OSError.
+        ValueError: the file cannot be read, carries no settings, was made from a given image, or by models of the hub
+            that the user does not name. OSError.
     """
-    # a parser of this one flag, since the values are the defaults of the other flags
+    # a parser of these flags, since the values are the defaults of the other flags
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     add_like(early)
-    path = early.parse_known_args(argv)[0].like
+    early.add_argument("--checkpoint")
+    given = early.parse_known_args(argv)[0]
+    path = given.like
     if path is None:
         return {}
     remedy = "give a PNG that `cspd sample`, `cspd merge` or Output.save wrote"
@@ -232,7 +258,13 @@ def defaults_like(argv: Sequence[str]) -> dict:
         raise ValueError(
             f"--like {path}: a part of this image was given, which the file does not hold: use `cspd edit`"
         )
-    # no other flag is set: the picture may come from anybody, and must not choose files to replace
+    # the picture may come from anybody: it sets no other flag, and has nothing fetched
+    checkpoint = settings["models"].get("checkpoint")
+    if given.checkpoint is None and is_remote(checkpoint):
+        raise ValueError(
+            f"--like {path}: it was made by {checkpoint} of the Hugging Face Hub, which is fetched only if you name it"
+            f" too: add --checkpoint {checkpoint}"
+        )
     defaults = {"labels": [asked.get("label")]}
     for name in ("prompt", "negative_prompt", "seed", "method", *option_names()):
         defaults[name] = asked.get(name)
@@ -286,14 +318,16 @@ def on_ray(args: argparse.Namespace, divided: Callable, num: int) -> tuple[Shard
 
     `divided` takes the arguments, and returns the arguments of `cspd.evaluation.run.plan`; it runs in each worker.
 
-    Raises ValueError if Ray is not installed, or as `cspd.ray.sample`.
+    Raises ValueError if Ray is not installed, the number of images is 0, or as `cspd.ray.sample`.
     """
     try:
         from cspd import ray
     except ModuleNotFoundError as missing:
-        raise ValueError(f"--ray needs {missing.name}: pip install 'cspd[ray]'") from None
+        raise ValueError(f"--ray needs {missing.name}: {install('ray')}") from None
     if args.shard or "WORLD_SIZE" in os.environ:
         raise ValueError("--ray divides the work itself: leave out --shard and torchrun")
+    if not num:  # all classes, which only loaded models tell
+        raise ValueError("--ray needs the number of images: give --num, or --labels LIST")
     ray.connect(args.ray)
     own = {name: value for name, value in vars(args).items() if not callable(value)}
     # workers have other current folders

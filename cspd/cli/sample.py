@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cspd.checkpoints import check_of_one, checkpoint_files, run_settings
-from cspd.cli.options import bundled_here, check_method, load_engine, on_ray, read_prompts, request_of
+from cspd.cli.options import all_classes, bundled_here, check_method, load_engine, on_ray, read_prompts, request_of
 from cspd.engine import Engine
 from cspd.evaluation.images import GRID, HEATMAP, LIST, OVERVIEWS, RECORD, Subject, file_name, subject_of
 from cspd.evaluation.run import (
@@ -40,12 +40,14 @@ from cspd.evaluation.run import (
     sample_shards,
     shards_store,
 )
-from cspd.files import Remote, append_json, parse_json, place_of, without_none, write_bytes
+from cspd.files import Remote, append_json, misfit, ordinary, parse_json, place_of, without_none, write_bytes
 from cspd.method import Prepared
 from cspd.plots import grid, token_cost_grid, usual_columns
 from cspd.request import Inpainting, Output, Request, Resized, cropping, placed, png_of, to_pil
 from cspd.runs import (
     LAZY,
+    OPTIONAL,
+    STATS,
     Store,
     differences,
     earlier_choices,
@@ -58,13 +60,22 @@ from cspd.runs import (
     write_png,
 )
 from cspd.speed import against_plain
-from cspd.terminal import API_KEY, if_stopped
+from cspd.terminal import API_KEY, if_stopped, install
 
 # Sampling into a folder: PNGs, a grid with captions and a JSON record. An interrupted run resumes.
 
 SCHEMA = "cspd.samples/1"
 JOURNAL = "samples.journal"  # one line of JSON for each image since the record was written
-SHAPE = {"settings": dict, "images": [{"index": int, "request": dict, "stats": dict}]}  # of the record
+COSTS = [OPTIONAL]  # of each token of an image
+IMAGE = {  # in the record or the journal; older versions called the costs heat
+    "index": int,
+    "sha256?": str,
+    "request": dict,
+    "stats": STATS,
+    "token_cost?": COSTS,
+    "heat?": COSTS,
+}
+SHAPE = {"settings": dict, "images": [IMAGE]}  # of the record
 GRID_LIMIT = 400  # maximum number of images in the grid
 DRAFT_COUNTS = ("by_lag", "by_step", "by_rank")  # statistics of which the record has only the sums: they are long
 
@@ -150,11 +161,13 @@ def _existing(journal: Path, record: dict, names: Sequence[str]) -> dict[str, di
     """The entries of an earlier run's images by file name, from its record and from its journal."""
     entries = record["images"]
     if journal.exists():
-        for line in journal.read_text(errors="replace").splitlines():
+        for line in ordinary(journal).read_text(encoding="utf-8", errors="replace").split("\n"):
             # a killed run may leave half a line: its image is generated again
             with contextlib.suppress(ValueError):
-                entries.append(parse_json(line))
-    return {names[entry["index"]]: entry for entry in entries}
+                entry = parse_json(line)
+                if misfit(entry, IMAGE) is None:
+                    entries.append(entry)
+    return {names[entry["index"]]: entry for entry in entries if 0 <= entry["index"] < len(names)}
 
 
 def _prepared(
@@ -296,7 +309,6 @@ def _write_overviews(
     all_captions = [caption for caption, _ in before] + captions
     write_png(out / GRID, grid(all_images, all_captions, columns))
     if heatmap:
-        # older versions called the costs heat
         token_cost = [entry.get("token_cost", entry.get("heat")) for entry in entries]
         accepted = prepared[0].method.token_cost == "accepted"
         write_png(out / HEATMAP, token_cost_grid(images, token_cost, captions, columns, accepted))
@@ -308,14 +320,14 @@ def _write_overviews(
 def run_sample(args: argparse.Namespace) -> None:
     args.out = place_of(str(args.out))
     asked = _asked(args)
-    num = args.num or len(asked)
     check_method(args)
     part = part_of(args.shard)
     if args.shard or args.ray or part.count > 1 or isinstance(args.out, Remote):
-        _sample_shards(args, asked, num, part)
+        _sample_shards(args, asked, part)
         return
-    # no more slots than images: the window of `speculative` is chosen for their number
-    engine = load_engine(args, min(args.max_batch, num))
+    engine = _engine_for(args, asked)
+    asked = asked or _all_classes(args, engine)
+    num = args.num or len(asked)
     requests = [request_of(args, seed=args.seed + i, **asked[i % len(asked)]) for i in range(num)]
     checked = [engine.checked(request) for request in requests]
     settings = run_settings(args, checked[0].request)
@@ -326,16 +338,22 @@ def run_sample(args: argparse.Namespace) -> None:
     tell(engine, checked[0], record, args.out, args.heatmap)
 
 
-def _sample_shards(args: argparse.Namespace, asked: Sequence[dict], num: int, part: Part) -> None:
+def _engine_for(args: argparse.Namespace, asked: Sequence[dict]) -> Engine:
+    """The engine, with no more slots than images: the window of `speculative` is chosen for their number."""
+    return load_engine(args, min(args.max_batch, args.num or len(asked) or args.max_batch))
+
+
+def _sample_shards(args: argparse.Namespace, asked: Sequence[dict], part: Part) -> None:
     """Makes a part of the images, as files that any number of machines can write."""
     if args.heatmap:
         raise ValueError("--heatmap is of runs by one process: leave it out, or leave out --shard, --ray and torchrun")
+    num = args.num or len(asked)
 
     def progress() -> str:
         return f"{Shards(args.out, num).num_written()} of {num} images are in {args.out}/"
 
     with if_stopped(progress), shards_store(args.out) as store:
-        divided = functools.partial(_divided, asked=asked, num=num)
+        divided = functools.partial(_divided, asked=asked)
         summary: Any
         held: Store | None
         if args.ray:
@@ -344,6 +362,7 @@ def _sample_shards(args: argparse.Namespace, asked: Sequence[dict], num: int, pa
         else:
             args.device = own_device(args.device)
             engine, request, subjects, settings = divided(args)
+            num = num or len(subjects)
             shards, summary = sample_shards(
                 engine, request, subjects, num, store, settings, part, overwrite=args.overwrite
             )
@@ -356,10 +375,10 @@ def _sample_shards(args: argparse.Namespace, asked: Sequence[dict], num: int, pa
             _tell_shards(shards, summary)
 
 
-def _divided(args: argparse.Namespace, asked: Sequence[dict], num: int) -> tuple[Engine, Request, list[Subject], dict]:
+def _divided(args: argparse.Namespace, asked: Sequence[dict]) -> tuple[Engine, Request, list[Subject], dict]:
     """The engine, the request that all images share, their classes or prompts, and whatever else they depend on."""
-    engine = load_engine(args, min(args.max_batch, num))
-    requests = [request_of(args, seed=args.seed, **each) for each in asked]
+    engine = _engine_for(args, asked)
+    requests = [request_of(args, seed=args.seed, **each) for each in asked or _all_classes(args, engine)]
     subjects = [subject_of(engine.check(request)) for request in requests]
     return engine, requests[0], subjects, run_settings(args, engine.check(requests[0]))
 
@@ -374,12 +393,16 @@ def _tell_shards(shards: Shards, summary: dict) -> None:
 
 
 def _asked(args: argparse.Namespace) -> list[dict]:
-    """The classes or prompts, which the images cycle through. Raises ValueError or OSError."""
+    """The classes or prompts, which the images cycle through; empty: all classes. Raises ValueError or OSError."""
     negative = {"negative_prompt": args.negative_prompt}
     if args.prompt is None and args.prompts is None:
-        return [{"label": label, **negative} for label in args.labels]
+        return [{"label": label, **negative} for label in args.labels or ()]
     prompts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
     return [{"label": None, "prompt": prompt, **negative} for prompt in prompts]
+
+
+def _all_classes(args: argparse.Namespace, engine: Engine) -> list[dict]:
+    return [{"label": label, "negative_prompt": args.negative_prompt} for label in all_classes(engine)]
 
 
 def tell(engine: Engine, checked: Prepared, record: dict, out: Path, heatmap: bool) -> None:
@@ -487,7 +510,7 @@ def run_edit(args: argparse.Namespace) -> None:
     for name in ("image", "mask"):
         path = getattr(args, name)
         if path:
-            settings[name] = {"file": str(path.resolve()), "sha256": file_fingerprint(path)}
+            settings[name] = {"file": path.name, "sha256": file_fingerprint(path)}
 
     shown = known.fitted(size)
     before = [("before", to_pil(shown.image)), ("kept", _kept(shown.image, first.known.mask))]
@@ -527,7 +550,7 @@ def run_serve(args: argparse.Namespace) -> None:
         from cspd.serving.access import logging_requests
         from cspd.serving.app import Server, make_app
     except ModuleNotFoundError as missing:
-        raise ValueError(f"cspd serve needs {missing.name}: pip install 'cspd[serve]'") from None
+        raise ValueError(f"cspd serve needs {missing.name}: {install('serve')}") from None
     names = list(dict.fromkeys(args.checkpoint or bundled_here()))
     for name in names:
         # raises on a missing file before any model is loaded

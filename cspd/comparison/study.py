@@ -22,7 +22,7 @@ from tqdm import tqdm
 from cspd.device import peak_bytes, reset_peak
 from cspd.engine import Engine, OnProgress
 from cspd.evaluation.images import Subject, asking_for, in_turn
-from cspd.files import Place, read_item, write_item
+from cspd.files import NUMBER, Place, misfit, parse_json, read_item, write_item
 from cspd.method import (
     GUARANTEES,
     SEARCHED,
@@ -35,7 +35,7 @@ from cspd.method import (
 )
 from cspd.option import BUNDLED, check_integer
 from cspd.request import Output, Request
-from cspd.runs import DECIDED, LAZY, MEASURED, Store, earlier_choices, missing_files
+from cspd.runs import DECIDED, LAZY, MEASURED, OPTIONAL, Store, earlier_choices, missing_files
 from cspd.terminal import LARGEST_SEED, MOST, choice, label_list, progress_bar, shortened
 
 # A study's file (YAML), and names of configurations like cspd:gamma=8. Both give entries, which are settings by name; a
@@ -205,6 +205,13 @@ def row_name(name: object, settings: dict) -> str:
 COSTS = ("head_calls_per_token", "head_calls", "backbone_calls", "draft_backbone_calls", "step_compression", "bound")
 
 
+CHUNK = {  # the JSON of its file
+    "seconds": NUMBER,
+    "peak_bytes": int,
+    "costs": [{**dict.fromkeys(COSTS, OPTIONAL), "judged": NUMBER, "accepted": NUMBER}],
+}
+
+
 class Chunk(NamedTuple):
     """The result of a configuration's turn: n images, and the costs of each.
 
@@ -242,9 +249,11 @@ def read_chunk(path: Place, made_of: dict, side: int) -> Chunk | None:
     arrays = read_item(path, made_of, {"arr_0": (np.uint8, shape)})
     if arrays is None:
         return None
-    rest = json.loads(arrays["chunk"].tobytes())
-    rest["images"] = arrays["arr_0"]
-    return Chunk(**rest)
+    with contextlib.suppress(LookupError, ValueError):
+        rest = parse_json(arrays["chunk"].tobytes().decode())
+        if misfit(rest, CHUNK) is None:
+            return Chunk(arrays["arr_0"], rest["seconds"], rest["peak_bytes"], rest["costs"])
+    return None
 
 
 # The configurations of a comparison, and the baseline sampling that each is compared with.

@@ -16,7 +16,7 @@ from cspd.discrete.gpt import Eagle, GPTConfig
 from cspd.discrete.registry import EAGLE, Architecture, HFConfig, Image
 from cspd.files import WEIGHTS, check_files, read_json, weight_files
 from cspd.request import Request
-from cspd.terminal import shortened
+from cspd.terminal import install, shortened
 from mar.checkpoint import load_weights
 from mar.tensors import CheckpointError
 
@@ -95,9 +95,7 @@ def opened(path: Path, dtype: torch.dtype | None = None) -> Folder:
     """
     config = _read(path / CONFIG)
     if importlib.util.find_spec("transformers") is None:
-        raise ValueError(
-            f"{path} has a {config.get('model_type')} model, which needs transformers: pip install 'cspd[text]'"
-        )
+        raise ValueError(f"{path} has a {config.get('model_type')} model, which needs transformers: {install('text')}")
     from cspd.discrete.architectures import ARCHITECTURES, name_of
 
     name = name_of(config)

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.files import WEIGHTS, check_files, identity_of, read_item, read_json, user_cache, write_item
-from cspd.terminal import shortened, telling
+from cspd.files import WEIGHTS, check_files, read_item, read_json, user_cache, write_item
+from cspd.runs import identity_of
+from cspd.terminal import install, shortened, telling
 from mar.tensors import CheckpointError
 
 # Captions are cleaned by the rules of DeepFloyd IF, which LlamaGen's authors apply in training and in sampling.
@@ -173,7 +174,7 @@ class TextEncoder:
             raise CheckpointError(f"{self.folder / 'config.json'} is not the configuration of a T5 encoder: {SOURCE}")
         missing = missing_library()
         if missing is not None:
-            raise ValueError(f"prompts need {missing}, which is not installed: pip install 'cspd[text]'")
+            raise ValueError(f"prompts need {missing}, which is not installed: {install('text')}")
         self.width: int = config["d_model"]
         self._sizes = SIZES | config
         self._remembered = functools.lru_cache(maxsize=REMEMBERED)(self._cached)
@@ -206,7 +207,7 @@ class TextEncoder:
 
     @functools.cached_property
     def identity(self) -> str:
-        """A hash of the files' names, sizes and times."""
+        """A hash of the files' names and contents."""
         return identity_of(self.folder)
 
     @property

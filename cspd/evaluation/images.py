@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from cspd.evaluation.arrays import beginning, read_arrays
-from cspd.files import Place, check_file, checked_json, explained, misfit, parse_json, publishing
+from cspd.files import Place, check_file, checked_json, explained, misfit, ordinary, parse_json, publishing
 from cspd.request import PNG_TEXT, Request, of_8_bits, to_uint8
 
 # Images to be measured, with 8 bits per channel, in memory or in a folder.
@@ -386,6 +386,7 @@ def _subject(request: Request) -> str:
 
 
 RECORD = "samples.json"
+ENTRY = {"file": str, "request": dict, "index?": int, "sha256?": str}  # of an image in a record or a list
 
 
 def prompts_of(folder: ImageFolder | NpzImages) -> list[str] | None:
@@ -404,12 +405,16 @@ def listed_images(folder: Place) -> list[dict]:
 
     Empty if the folder has neither, or it is damaged.
     """
-    entry = {"file": str, "request": dict}
     with contextlib.suppress(ValueError):
-        return checked_json(folder / RECORD, {"images": [entry]}, "")["images"]
+        return checked_json(folder / RECORD, {"images": [ENTRY]}, "")["images"]
+    return read_list(folder)
+
+
+def read_list(folder: Place) -> list[dict]:
+    """The images in the list of a run in shards; empty if there is none, or it is damaged."""
     with contextlib.suppress(ValueError, OSError):
-        lines = (folder / LIST).read_text().splitlines()
+        *lines, _ = ordinary(folder / LIST).read_text(encoding="utf-8").split("\n")
         images = [parse_json(line) for line in lines]
-        if misfit(images, [entry]) is None:
+        if misfit(images, [ENTRY]) is None:
             return images
     return []

@@ -53,7 +53,7 @@ from cspd.files import WEIGHTS, check_files, checked_json, digest_of, read_item,
 from cspd.models import bundled, bundled_folder
 from cspd.request import to_pil
 from cspd.runs import file_fingerprint, together
-from cspd.terminal import choice, progress_bar, telling
+from cspd.terminal import choice, install, progress_bar, telling
 from mar.checkpoint import fill
 from mar.tensors import CheckpointError, read_tensors
 
@@ -149,7 +149,7 @@ def _check_files(folder: Path) -> None:
     if checked_json(file, {"model_type": str}, SOURCE, CheckpointError)["model_type"] != "clip":
         raise CheckpointError(f"{file} belongs to another model than CLIP: {SOURCE}")
     if importlib.util.find_spec("transformers") is None:
-        raise ValueError("--clip needs transformers, which is not installed: pip install 'cspd[text]'")
+        raise ValueError(f"--clip needs transformers, which is not installed: {install('text')}")
 
 
 def check_clip(folder: Path, device: torch.device | str, of_texts: bool) -> None:
@@ -180,7 +180,7 @@ def dinov2_features(images: Images, folder: Path, device: torch.device | str = "
     if checked_json(file, {"model_type": str}, DINOV2_SOURCE, CheckpointError)["model_type"] != "dinov2":
         raise CheckpointError(f"{file} belongs to another model than DINOv2: {DINOV2_SOURCE}")
     if importlib.util.find_spec("transformers") is None:
-        raise ValueError("--dinov2 needs transformers, which is not installed: pip install 'cspd[text]'")
+        raise ValueError(f"--dinov2 needs transformers, which is not installed: {install('text')}")
     from torch_fidelity.feature_extractor_dinov2 import FeatureExtractorDinoV2
     from transformers import Dinov2Model
 

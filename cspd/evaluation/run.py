@@ -21,12 +21,22 @@ from torch import Tensor
 
 from cspd.engine import Engine
 from cspd.evaluation.images import GRID, LIST, Images, Subject, asking_for, subject_of
-from cspd.files import Place, Remote, checked_json, publishing, read_item, write_item
+from cspd.files import (
+    Place,
+    Remote,
+    checked_json,
+    misfit,
+    open_arrays,
+    parse_json,
+    publishing,
+    read_item,
+    write_item,
+)
 from cspd.method import method_of
 from cspd.plots import grid
 from cspd.request import Output, Request, to_pil, to_uint8
-from cspd.runs import InUse, Store, earlier_choices, missing_files, summary_of, write_png
-from cspd.terminal import progress_bar, shortened
+from cspd.runs import STATS, InUse, Store, earlier_choices, missing_files, summary_of, write_png
+from cspd.terminal import MOST, progress_bar, shortened
 
 # The part of a run that a process makes. Parts know nothing of each other but the files in the folder.
 
@@ -90,6 +100,7 @@ SIZE = 16  # images in a shard: a killed process loses at most this many, and th
 SHOWN, COLUMNS = 100, 10  # images in the grid
 LONG = ("by_lag", "by_step", "by_rank")  # statistics that are not written
 EXPLODED = 30.0  # MAR's tokens have unit variance, and strong guidance takes them to about 20
+OWN = ("label", "prompt", "seed", "image", "mask", "known")  # of each image, not settings that all share
 LARGEST = torch.finfo(torch.float32).max
 UNCONDITIONAL = -1  # in a shard, in place of a class
 SHAPE = {  # of the manifest; "seeds" if they do not follow the first one
@@ -131,8 +142,9 @@ class Shards(Images):
 
     def models(self, index: int) -> dict | None:
         """The `Output.models` of an image; None if its shard is of an older version."""
-        models = self._arrays(index // SIZE).get("models")
-        return None if models is None else json.loads(str(models))
+        shard = index // SIZE
+        models = self._arrays(shard).get("models")
+        return None if models is None else self._json(shard, models, dict)
 
     def name(self, shard: int) -> str:
         return f"{shard:05d}.npz"
@@ -157,12 +169,15 @@ class Shards(Images):
 
     def read(self, shard: int, name: str) -> np.ndarray:
         """One array of a shard. Raises OSError if the shard is missing or damaged."""
-        path = self.folder / self.name(shard)
         try:
-            with path.open("rb") as opened, np.load(opened) as file:
+            with open_arrays(self.folder / self.name(shard)) as file:
                 return file[name]
         except Exception as error:  # the readers of a damaged archive raise almost any error
-            raise OSError(f"{path} is missing or damaged: repeat the command that makes it") from error
+            raise self._damaged(shard) from error
+
+    def _damaged(self, shard: int) -> OSError:
+        path = self.folder / self.name(shard)
+        return OSError(f"{path} is missing, damaged or of another run: repeat the command that makes it")
 
     def _arrays(self, shard: int) -> dict[str, np.ndarray]:
         """The arrays of a shard; without a manifest, only its images."""
@@ -176,16 +191,25 @@ class Shards(Images):
         """As `_arrays`. A process of an earlier run may have outlived that run and replaced them."""
         if not self.manifest:
             return {"images": self.read(shard, "images")}
-        path = self.folder / self.name(shard)
-        arrays = read_item(path, self._made_of(shard), {})
+        arrays = self._item(shard)
         if arrays is None:
-            raise OSError(f"another process changed {path} meanwhile: end it and repeat the command")
+            raise self._damaged(shard)
         return arrays
 
     def stats(self) -> Iterator[dict]:
         """The statistics of each image, see `RoundStats.to_dict`, and its `largest_token`."""
         for shard in range(self.count):
-            yield from json.loads(str(self.read(shard, "stats")))
+            yield from self._json(shard, self.read(shard, "stats"), [STATS])
+
+    def _json(self, shard: int, array: np.ndarray, shape: object) -> Any:
+        """The value of a shape in a shard's array of JSON. Raises OSError if it is damaged."""
+        try:
+            found = parse_json(str(array))
+        except ValueError:
+            found = None
+        if misfit(found, shape):
+            raise self._damaged(shard)
+        return found
 
     def subjects(self) -> list[Subject]:
         """The class or prompt of each image."""
@@ -196,7 +220,7 @@ class Shards(Images):
 
     def requests(self, indices: Iterable[int]) -> list[Request]:
         """The requests of some images."""
-        common = Request(**self.manifest["request"])
+        common = _request_of(self.manifest)
         subjects = self.manifest["labels"]
         requests = []
         for index in indices:
@@ -250,21 +274,22 @@ class Shards(Images):
 
     def is_whole(self, shard: int, side: int | None = None) -> bool:
         """Whether a shard has this run's images, undamaged. `side`: of an image, in pixels; None: any."""
+        arrays = self._item(shard)
+        return arrays is not None and (side is None or arrays["images"].shape[1:3] == (side, side))
+
+    def _item(self, shard: int) -> dict[str, np.ndarray] | None:
+        """The arrays of a shard of this run; None if it is absent or damaged."""
         num = len(self.indices(shard))
         made_of = self._made_of(shard)
-        like = {
-            "images": (np.uint8, (num, side, side, 3)),
-            "stats": (np.str_, ()),
-            "labels": (np.generic, (num,)),
-            "seeds": (np.integer, (num,)),
-        }
-        if side is None:
-            del like["images"]
+        like = {"stats": (np.str_, ()), "labels": (np.generic, (num,)), "seeds": (np.integer, (num,))}
         arrays = read_item(self.folder / self.name(shard), made_of, like)
         if arrays is None:
-            return False
+            return None
+        images = arrays.get("images", np.empty(0))
+        are_images = images.dtype == np.uint8 and images.ndim == 4 and (len(images), images.shape[3]) == (num, 3)
         # labels and seeds are compared here, since shards of older versions have no digest
-        return all(arrays[name].tolist() == made_of[name] for name in ("labels", "seeds"))
+        are_these = all(arrays[name].tolist() == made_of[name] for name in ("labels", "seeds"))
+        return arrays if are_images and are_these else None
 
 
 def shards_store(folder: Place) -> Store:
@@ -278,9 +303,22 @@ def run_in(folder: Place) -> Shards:
     manifest = checked_json(folder / MANIFEST, {"schema": str, **SHAPE}, remedy)
     if manifest["schema"] != SCHEMA:
         raise ValueError(f"{folder / MANIFEST} is not of this version of cspd: {remedy}")
+    num = manifest["images"]
+    is_possible = 1 <= num <= MOST and manifest["labels"] and len(manifest.get("seeds", range(num))) == num
+    try:
+        _request_of(manifest)
+    except TypeError as error:
+        raise ValueError(f"{folder / MANIFEST}: {error}: load the --plugin of the run, or {remedy}") from None
+    if not is_possible:
+        raise ValueError(f"{folder / MANIFEST} is damaged: {remedy}")
     for listed in ("files", "temporary"):
         manifest.pop(listed, None)
-    return Shards(folder, manifest["images"], manifest)
+    return Shards(folder, num, manifest)
+
+
+def _request_of(manifest: Mapping) -> Request:
+    """The settings that all images share. Raises TypeError for unknown ones."""
+    return Request(**{name: value for name, value in manifest["request"].items() if name not in OWN})
 
 
 def arrays_of(outputs: Sequence[Output]) -> dict[str, np.ndarray]:

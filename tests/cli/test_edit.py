@@ -77,7 +77,7 @@ def test_inpainting(files, tmp_path, capsys):
     assert edit(out, files, "--mask", "lower", *settings) == 0
     assert "all 2 images were there already" in capsys.readouterr().out
     assert edit(out, files, "--mask", "upper", *settings) == 2
-    assert "mask.file was" in capsys.readouterr().err
+    assert "mask.sha256 was" in capsys.readouterr().err
 
 
 def test_pasted_pixels_are_those_of_the_image(files, tmp_path):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shutil
+import tarfile
+import tracemalloc
 
 import fsspec
 import numpy as np
@@ -11,7 +15,7 @@ import pytest
 import webdataset
 from launching import kill_all, start, wait_until
 from PIL import Image
-from stores import small_checkpoint
+from stores import other_weights, small_checkpoint
 
 import cspd
 from cspd.cli import _parse, main
@@ -127,6 +131,17 @@ def test_a_part_that_dies_ends_no_other(whole, tmp_path):
     assert stamps(out).items() >= before.items() and digests(out) == digests(whole)
 
 
+def test_a_run_resumes_with_a_copy_of_its_weights_and_with_no_others(whole, tmp_path, capsys):
+    out, copy = shutil.copytree(whole, tmp_path / "out"), tmp_path / "copy"
+    shutil.copytree(small_checkpoint(), copy, copy_function=shutil.copyfile)  # in another folder, at another time
+    assert sample(out, "--checkpoint", str(copy), "--shard", "0/1") == 0
+    assert stamps(out) == stamps(whole)
+    other_weights(copy / "vae.safetensors", copy / "vae.safetensors")
+    capsys.readouterr()
+    assert sample(out, "--checkpoint", str(copy), "--shard", "0/1") == 2
+    assert "vae.sha256" in capsys.readouterr().err
+
+
 # ---- Other files
 
 
@@ -178,10 +193,50 @@ def test_merging_replaces_no_file_of_others(whole, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["00000.tar"] and theirs.read_text() == "somebody's"
 
 
+def test_a_damaged_shard_is_named_with_its_remedy(whole, tmp_path, capsys):
+    out = shutil.copytree(whole, tmp_path / "out")
+    cut(out / "00001.npz")
+    assert main(["merge", str(out)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "00001.npz is missing, damaged" in error and "repeat the command that makes it" in error
+
+
+def test_merging_writes_nothing_outside_its_folder(whole, tmp_path):
+    """Neither by a name in a foreign record beside the run's, nor by a foreign list, which is replaced."""
+    out = shutil.copytree(whole, tmp_path / "out")
+    listed = images_listed(out)
+    for field in ("seed", "label"):
+        listed[0]["request"][field] = "/../../theirs"
+    (out / LIST).write_text("\n".join(map(json.dumps, listed)))
+    write_json(out / RECORD, {"images": listed})
+    (tmp_path / "png" / "00000_label").mkdir(parents=True)
+    assert main(["merge", str(out), "--png", str(tmp_path / "png"), "--npz", str(tmp_path / "all.npz")]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "png", "all.npz"}
+    assert sorted(stamps(tmp_path / "png"))[1] == "00000_label3_seed5.png"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"images": 10**12},
+        {"images": 0},
+        {"labels": []},
+        {"seeds": [1, 2]},
+        {"request": {"no_such_option": 1}},
+    ],
+    ids=str,
+)
+def test_a_manifest_of_no_possible_run_is_an_error_of_one_line(change, whole, tmp_path, capsys):
+    out = shutil.copytree(whole, tmp_path / "out")
+    write_json(out / MANIFEST, json.loads((whole / MANIFEST).read_text()) | change)
+    assert main(["merge", str(out)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_tars_need_webdataset(whole, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "webdataset", None)
     assert main(["merge", str(whole), "--tar", str(tmp_path / "tar")]) == 2
-    assert "cspd[webdataset]" in capsys.readouterr().err and not (tmp_path / "tar").exists()
+    assert "[webdataset]" in capsys.readouterr().err and not (tmp_path / "tar").exists()
 
 
 # ---- Whether images are whole
@@ -237,12 +292,46 @@ def test_verify_finds_what_an_interrupted_run_lacks(tmp_path, capsys):
     assert last["file"] in capsys.readouterr().out
 
 
+def test_verify_reads_ordinary_files_inside_the_folder_only(tmp_path, capsys):
+    """A pipe or a device would never end."""
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "link").symlink_to("/dev")
+    (tmp_path / "zero.png").symlink_to("/dev/zero")
+    (tmp_path.parent / "outside.png").write_bytes(b"")
+    names = ["pipe.png", "zero.png", "link/zero", "/dev/zero", "../outside.png", ".", ""]
+    write_json(tmp_path / RECORD, {"images": [{"file": name, "request": {}, "sha256": ""} for name in names]})
+    assert main(["verify", str(tmp_path)]) == 1
+    assert f"{len(names)} files" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["shards", "list", "tar"])
+def test_verify_fills_no_memory_from_a_small_file(kind, whole, tmp_path):
+    folder, big = tmp_path / "folder", np.zeros(2**26, np.uint8)
+    shutil.copytree(whole, folder)
+    if kind == "tar":
+        with tarfile.open(folder / "00000.tar", "w:gz") as archive:
+            member = tarfile.TarInfo("0.png")
+            member.size = len(big)
+            archive.addfile(member, io.BytesIO(big))
+        (folder / MANIFEST).unlink()
+        (folder / LIST).write_text('{"file": "00000.tar", "request": {}, "sha256": ""}\n')
+    else:
+        np.savez_compressed(folder / "00000.npz", images=big)
+        if kind == "list":
+            (folder / MANIFEST).unlink()
+    tracemalloc.start()
+    assert main(["verify", str(folder)]) == 1
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < len(big) / 4
+
+
 # ---- Object stores
 
 
 @pytest.fixture
 def store():
-    url = "memory://bucket/run"
+    url = "memory://bucket/run [a-z]*"  # a path is no pattern
     yield url
     fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
@@ -274,9 +363,11 @@ def test_a_whole_run_needs_no_flag_for_an_object_store(whole, store):
     assert len(run_in(Remote(store)).subjects()) == NUM
 
 
-def test_files_of_a_folder_can_be_named_by_a_url(whole, tmp_path):
-    assert sample(f"file://{tmp_path}/out", "--shard", "0/1") == 0
-    assert digests(tmp_path / "out") == digests(whole)
+def test_files_of_a_folder_can_be_named_by_a_url(whole, capsys):
+    assert main(["verify", f"file://localhost{whole}"]) == 0
+    assert main(["verify", f"file://another{whole}"]) == 2 and "another" in capsys.readouterr().err
+    with pytest.raises(SystemExit):  # a folder named "s3:" would be made
+        main(["merge", str(whole), "--npz", "s3://bucket/all.npz"])
 
 
 def test_of_two_parts_that_begin_at_once_one_writes_the_manifest(store):
@@ -316,7 +407,7 @@ def test_a_shard_has_sixteen_images():
 # ---- The folders of benchmarks
 
 
-PROMPTS = ["two clocks", "a red fox", "a photo of a bench"]
+PROMPTS = ["two clocks", "a red\u2028fox", "a photo of a bench"]
 
 
 @pytest.fixture
@@ -334,7 +425,8 @@ def of_prompts(tmp_path):
     arrays = {"images": pixels, "labels": labels, "seeds": np.arange(12), "stats": stats, "models": models}
     shards.write(0, arrays)
     lines = [{"tag": "counting", "include": [{"class": "clock", "count": 2}], "prompt": each} for each in PROMPTS]
-    (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    content = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+    (tmp_path / "metadata.jsonl").write_text(content, encoding="utf-8")
     texts = tmp_path / "texts"
     texts.mkdir()
     for name, text in zip(("10", "2", "COCO_7"), PROMPTS):

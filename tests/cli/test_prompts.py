@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import locale
 import re
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from cspd.cli.options import read_prompts
 from cspd.evaluation.images import ImageFolder
 from cspd.evaluation.metrics import Clip
 from cspd.evaluation.run import Shards
+from cspd.files import read_json
 from cspd.runs import differences
+from cspd.terminal import label_list, path_argument, prompt
 
 COCO = [(7, "A fox."), (7, "a red animal"), (2, " a ship "), (9, "a boat at sea"), (2, "the sea")]
 NUM = 20  # images: two files of an evaluation
@@ -58,7 +61,7 @@ def test_the_first_caption_of_each_image_in_coco(tmp_path):
         ("a.txt", "\ufeffa fox\n  blue \r\n\n \n"),
         ("a.json", '["a fox", "blue"]'),
         ("a.JSON", '[{"prompt": "a fox"}, {"caption": "blue", "id": 3}]'),
-        ("a.jsonl", '{"prompt": "a fox", "tag": "count"}\n{"prompt": "blue"}\n'),
+        ("a.jsonl", '\ufeff{"prompt": "a fox", "tag": "count"}\n \n{"prompt": "blue"}\n\n'),
     ],
 )
 def test_formats_of_files(name, content, tmp_path):
@@ -71,15 +74,17 @@ def test_formats_of_files(name, content, tmp_path):
     [
         ("a.txt", b"\n \n", "empty"),
         ("a.txt", "zum Gr\xfcnen".encode("latin-1"), "UTF-8"),
-        ("a.txt", b"a fox\n \nblue", "prompt 2 is blank"),
-        ("a.txt", b"a fox\0", "prompt 1"),
-        ("a.jsonl", b'{"text": "a fox"}', "[0]"),
+        ("a.txt", b"a fox\n \nblue", "line 2"),
+        ("a.txt", b"a fox\0", "line 1"),
+        ("a.jsonl", b'"a fox"\n\n{"text": "a fox"}', "line 3"),
+        ("a.jsonl", b'"a fox"\n\n\n{', "line 4"),
         ("a.csv", b"a fox", ".csv"),
         ("a.json", rb'["a fox", "blue \ud83d"]', "prompt 2"),
         ("a.json", b"a fox", "JSON"),
         ("a.json", b"[]", "empty"),
-        ("a.json", b'["a fox", 5]', "[1]"),
-        ("a.json", b'[{"text": "a fox"}]', "[0]"),
+        ("a.json", b'["a fox", 5]', "prompt 2"),
+        ("a.json", b'[{"text": "a fox"}]', "prompt 1"),
+        ("a.json", b"[" * 100_000, "JSON"),
         ("a.json", b'{"captions": []}', "annotations"),
     ],
 )
@@ -87,6 +92,27 @@ def test_files_that_are_refused(name, content, reason, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(reason)):
         read_prompts(tmp_path / name)
+
+
+@pytest.fixture
+def ascii_locale():
+    before = locale.setlocale(locale.LC_CTYPE)
+    locale.setlocale(locale.LC_CTYPE, "C")
+    yield
+    locale.setlocale(locale.LC_CTYPE, before)
+
+
+def test_a_prompt_is_read_as_it_is_in_any_locale(ascii_locale, tmp_path):
+    """A line separator, which Python's splitlines() takes for a line's end, belongs to the prompt."""
+    text = "ein gr\xfcnes\u2028Herz"
+    for name, content in (("a.txt", text), ("a.json", json.dumps([text])), ("a.jsonl", f'"{text}"\n"b"')):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        assert read_prompts(tmp_path / name)[0] == text
+    (tmp_path / "cspd.json").write_text(f'\ufeff{{"classes": ["{text}"]}}', encoding="utf-8")
+    assert read_json(tmp_path / "cspd.json") == {"classes": [text]}
+    typed = "gr\udcc3\udcbcn"  # as Python decodes an argument in such a locale
+    assert prompt(typed) == "gr\xfcn" and label_list(typed) == ["gr\xfcn"]
+    assert path_argument(typed) == Path(typed)  # as it encodes it
 
 
 def test_a_folder_of_texts_has_a_prompt_in_each_file(tmp_path):

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from stores import small_checkpoint, small_vq_checkpoint
+from safetensors.torch import load_file, save_file
+from stores import other_weights, small_checkpoint, small_vq_checkpoint
 from texts import small_text_checkpoint
 
 import cspd
 from cspd.checkpoints import checkpoint_files
 from cspd.cli import _parse, main, options
 from cspd.cli import sample as cli_sample
+from cspd.cli.options import class_numbers
 from cspd.cli.sample import JOURNAL, sample_to_folder
 from cspd.evaluation.images import RECORD
 from cspd.evaluation.run import Shards
 from cspd.files import without_none
+from mar.checkpoint import MARS
 
 QUICK = ["--num-iter", "2", "--num-sampling-steps", "5", "--cfg", "3"]
 SAMPLE = ["sample", "--method", "ar", *QUICK]
@@ -112,6 +117,19 @@ def test_a_picture_that_carries_no_settings(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_picture_has_nothing_fetched(tmp_path, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr("cspd.checkpoints.fetched", lambda name, *_: asked.append(name))
+    text = PngInfo()
+    settings = {"version": "1", "models": {"checkpoint": "org/name"}, "request": {"seed": 7, "method": "ar"}}
+    text.add_text("cspd", json.dumps(settings))
+    Image.new("RGB", (8, 8)).save(tmp_path / "like.png", pnginfo=text)
+    command = ["sample", "--like", str(tmp_path / "like.png"), "--out", str(tmp_path / "out")]
+    assert main(command) == 2
+    assert "--checkpoint" in capsys.readouterr().err and asked == []
+    assert _parse([*command, "--checkpoint", "org/name"]).checkpoint == "org/name"
+
+
 def test_a_picture_sets_no_other_flag(tmp_path):
     """It may come from a stranger, and must not replace a folder."""
     text = PngInfo()
@@ -147,16 +165,32 @@ def test_a_lost_image_is_generated_again(tmp_path):
     assert [image["index"] for image in record["images"]] == list(range(5))
 
 
+def test_without_labels_an_image_of_each_class_is_made(tmp_path, monkeypatch):
+    """A model of three classes, and runs of one process, of parts, and of an evaluation."""
+    spec = MARS["mar_digits32_draft"]
+    monkeypatch.setitem(MARS, "mar_three", replace(spec, config=replace(spec.config, class_num=3)))
+    folder = shutil.copytree(small_checkpoint(), tmp_path / "three")
+    weights = load_file(folder / "target.safetensors")
+    weights["class_emb.weight"] = weights["class_emb.weight"][:3].clone()
+    save_file(weights, folder / "target.safetensors")
+    for out, more in (("a", []), ("b", ["--labels"]), ("c", ["--labels", "--shard", "0/1"])):
+        assert main([*SAMPLE, "--checkpoint", str(folder), *more, "--out", str(tmp_path / out)]) == 0
+    assert list(stamps(tmp_path / "a")) == list(stamps(tmp_path / "b"))
+    assert [image["request"]["label"] for image in record_in(tmp_path / "a")["images"]] == [0, 1, 2]
+    assert Shards(tmp_path / "c", 3).subjects() == [0, 1, 2]
+    assert main([*SAMPLE, "--checkpoint", str(folder), "--ray", "local", "--out", str(tmp_path / "d")]) == 2
+    assert class_numbers(None, cspd.load(folder, device="cpu")) == [0, 1, 2]  # in other commands
+
+
 def test_another_run_is_replaced_only_if_asked(tmp_path, capsys):
     out = tmp_path / "out"
     assert sample(out) == 0
-    vae = tmp_path / "other.safetensors"
-    shutil.copy(checkpoint_files(small_checkpoint())["vae"], vae)
+    vae = other_weights(checkpoint_files(small_checkpoint())["vae"], tmp_path / "other.safetensors")
     others = {
         "temperature": ["--temperature", "0.9"],
         "requests": ["--num", "5"],
         "label": ["--labels", "0-2,7"],  # only the last one differs
-        "vae.file": ["--vae", str(vae)],
+        "vae.sha256": ["--vae", str(vae)],
     }
     for changed, more in others.items():
         capsys.readouterr()
@@ -283,6 +317,36 @@ def run(engine, out, num=NUM, **changes):
 
 def images_in(out):
     return {path.name: path.read_bytes() for path in sorted(out.glob("0*.png"))}
+
+
+ODD = [  # changes of an image's entry, or lines in place of it
+    *({"index": "1"}, {"index": NUM}, {"index": -1}, {"request": []}, {"token_cost": "x"}, {"sha256": 1}),
+    *({"stats": {}}, {"stats": {"guarantee": "exact", "head_calls_per_token": 1, "seconds": {}, "alpha": "x"}}),
+    *("7", "[]", "[" * 100_000),
+]
+
+
+def odd_line(out, odd):
+    entry = record_in(out)["images"][1]
+    return json.dumps(entry | odd) if isinstance(odd, dict) else odd
+
+
+def test_odd_lines_of_a_journal_are_left_out(engine, whole, out):
+    record = record_in(out)
+    (out / JOURNAL).write_text("\n".join(odd_line(out, odd) for odd in ODD))
+    del record["images"][1]
+    (out / RECORD).write_text(json.dumps(record))
+    assert run(engine, out)["summary"]["images_made"] == 1
+    assert images_in(out) == images_in(whole)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=range(len(ODD)))
+def test_an_odd_record_is_refused_or_its_image_is_generated_again(odd, engine, whole, out):
+    line = odd_line(out, odd)
+    (out / RECORD).write_text(json.dumps(record_in(out) | {"images": ["odd"]}).replace('"odd"', line))
+    with contextlib.suppress(ValueError):
+        assert run(engine, out)["summary"]["images_made"] == NUM
+    assert images_in(out) == images_in(whole)
 
 
 def test_integers_resume_runs_of_floats(engine, tmp_path):

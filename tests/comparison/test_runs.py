@@ -208,6 +208,11 @@ def test_a_chunk_is_read_as_it_was_written_for_its_requests_only(tmp_path):
         np.savez(path, arr_0=np.zeros(shape, np.uint8), chunk=rest)
         found = study.read_chunk(path, made_of, 8)
         assert (found is not None) == (shape == images.shape) and (found is None or found[1:] == chunk[1:])
+    for odd in (b"", b"7", b"[" * 100_000, json.dumps(chunk._asdict() | {"images": None, "costs": [{}]}).encode()):
+        np.savez(path, arr_0=images, chunk=np.frombuffer(odd, np.uint8))
+        assert study.read_chunk(path, made_of, 8) is None
+    np.savez(path, arr_0=images)
+    assert study.read_chunk(path, made_of, 8) is None
 
 
 def test_a_turn_ends_with_each_rung(digits, tmp_path):

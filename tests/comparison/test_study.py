@@ -172,9 +172,9 @@ def test_a_study_runs_with_its_own_models_and_flags_override_it(tmp_path):
 
     asked = json.loads((out / "run.json").read_text())["settings"]["configurations"]
     used = {name: each["files"] for name, each in asked.items()}
-    assert Path(used["small"]["target"]["file"]) == files["draft"]
+    assert used["small"]["target"]["file"] == "draft.safetensors"
     assert used["its own"]["draft"] == used["its own"]["target"]  # the target drafts for itself
-    assert Path(used["its own"]["target"]["file"]) == files["target"]
+    assert used["its own"]["target"]["file"] == "target.safetensors"
 
 
 @pytest.mark.parametrize(

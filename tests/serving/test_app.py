@@ -253,7 +253,7 @@ def test_errors_of_the_command_come_before_any_work(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.delitem(sys.modules, "cspd.serving.app")
     assert main(["serve"]) == 2
-    assert "cspd[serve]" in capsys.readouterr().err
+    assert "[serve]" in capsys.readouterr().err
 
 
 def test_the_container_starts_the_server_and_checks_its_health(engines, monkeypatch):
