@@ -14,7 +14,6 @@ from cspd.device import Precision, send_integers
 from cspd.graphs import compiled
 from cspd.heads import block
 from cspd.heads.chain import Schedule, guided, modulation_size, most_bytes
-from cspd.noise import Purpose
 from mar.head import Head, fill, filled
 
 # Diagonal Gaussians: log-ratios, and a maximal coupling of p and q.
@@ -344,8 +343,7 @@ def draw_after_block(slots: Slots, noise: types.ModuleType, offset: int, window:
     # the step of the rejected state, and those of the next window
     step = (progress[:, LEFT:PHASE] - torch.arange(window + 1, device=rows.device)).clamp(min=0)
     index = progress[:, TRIES : TRIES + 1] + offset
-    normals = noise.normal(seed, Purpose.CANDIDATE, position, step, index, num=state.shape[-1])
-    uniform = noise.uniform(seed, Purpose.CANDIDATE_ACCEPT, position, step, index, num=1)
+    normals, uniform = noise.after_block(seed, position, step, index, state.shape[-1])
     log_uniform = torch.where(step.unsqueeze(-1) > 0, uniform.log(), -torch.inf)  # as in `Chains.start`
     at = rows.unsqueeze(1) * slots.num_steps + step[:, 1:]
     slots.draws.view(-1, slots.draws.shape[-1])[at] = torch.cat([normals, log_uniform], dim=-1)[:, 1:]
