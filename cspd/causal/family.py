@@ -18,7 +18,7 @@ from cspd.continuous.rows import BASELINE, Denoiser, run_plain_round
 from cspd.continuous.tuning import SEARCHED, SEARCHED_WINDOWS, Tuning
 from cspd.device import Precision, check_fits
 from cspd.graphs import Graphs
-from cspd.heads.samplers import FLOW, SAMPLERS, WHEN_ADDED, Sampler
+from cspd.heads.samplers import FLOW, SAMPLERS, Sampler, for_users_samplers
 from cspd.method import Method, register, register_family
 from cspd.models import NO_NAMES, ClassNames
 from cspd.request import Sequence, Stopwatch
@@ -160,4 +160,4 @@ def add_method(sampler: Sampler) -> None:
         register(drawing(sampler.name, sampler.summary, {}, DENOISERS[sampler.name]))
 
 
-WHEN_ADDED.append(add_method)
+for_users_samplers(add_method)

@@ -10,7 +10,7 @@ from cspd.continuous.rows import ContinuousRunner, Denoiser
 from cspd.heads import calibrated, samplers, speculative  # noqa: F401 - they register their samplers
 from cspd.heads.calibrated import HEAD_CALLS, Predictor, Shortcut
 from cspd.heads.calibration import WINDOWS
-from cspd.heads.samplers import SAMPLERS, SHORT, SHORT_FIRST, WHEN_ADDED, Sampler
+from cspd.heads.samplers import SAMPLERS, SHORT, SHORT_FIRST, Sampler, for_users_samplers
 from cspd.option import Option, check_integer
 from cspd.request import Request
 from mar.head import TRAIN_STEPS
@@ -184,4 +184,4 @@ def of_kind(kind: str) -> dict[str, Denoiser]:
 
 for _sampler in SAMPLERS.values():
     add(_sampler)
-WHEN_ADDED.append(add)
+for_users_samplers(add)

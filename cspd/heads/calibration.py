@@ -332,20 +332,23 @@ def _of_tokens(values: Tensor, which: Tensor) -> Tensor:
 
 
 class Recorder(Observer):
-    """Records chains that are evaluated at every step."""
+    """Records chains that are evaluated at every step; `rows`: only those of some rows, int64 [n]."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: Tensor | None = None) -> None:
+        self.rows: Tensor | slice = slice(None) if rows is None else rows
         self.states: list[Tensor] = []
 
     def evaluated(self, chain: Chain, step: Step, x: Tensor, out: Prediction) -> None:
         self.chain = chain
-        self.states.append(torch.stack([x, out.eps, out.v]))
+        self.states.append(torch.stack([values[self.rows] for values in (x, out.eps, out.v)]))
 
     def trace(self, tokens: Tensor, image: Tensor) -> Trace:
-        """The trace, on the CPU, of the chain that has ended; tokens: [N, d]. image: int64 [N]."""
+        """The trace, on the CPU, of the chain that has ended; tokens: [R, d]. image: int64 [R]."""
         x, eps, v = torch.stack(self.states[::-1], dim=1)  # they ran from T - 1 down to 0
-        z, scale, temperature, *_ = self.chain.inputs
-        whole = Trace(x, eps, v, tokens, z, scale, temperature, self.chain.eps.flip(0), image)
+        z, *others = self.chain.inputs
+        scale, temperature, tokens, image = (values[self.rows] for values in (*others[:2], tokens, image))
+        noise = self.chain.eps.flip(0)[:, self.rows]
+        whole = Trace(x, eps, v, tokens, z[:, self.rows], scale, temperature, noise, image)
         return whole.to(torch.device("cpu"))
 
 

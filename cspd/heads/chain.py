@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cspd import kernels
 from cspd.device import Precision, all_bytes
+from cspd.heads.net import Net
 from mar.head import Head, ReadyHead
 
 # Chains as data. Two kinds are known: the reverse diffusion of MAR's head (`mar.head.schedule`), and the
@@ -171,6 +172,8 @@ TABLE_SHARE = 1 / 8  # of a device's memory: the most that a table may take
 
 def modulation_size(head: Head) -> int:
     """Bytes of a row's modulations at one timestep."""
+    if isinstance(head, Net):
+        return Net.NO_TABLE
     return 4 * (3 * len(head.res_blocks) + 2) * head.width
 
 

@@ -47,7 +47,7 @@ class Sampler:
 
 
 SAMPLERS: dict[str, Sampler] = {}  # by name
-WHEN_ADDED: list[Callable[[Sampler], None]] = []  # engines, which make methods of samplers
+_WHEN_ADDED: list[Callable[[Sampler], None]] = []
 
 
 def sampler(
@@ -68,11 +68,19 @@ def sampler(
         SAMPLERS[name] = Sampler(name, function, guarantee, options_of(function), of, fit, whole)
         for other in sorted(SAMPLERS):  # the order does not depend on which module is imported first
             SAMPLERS[other] = SAMPLERS.pop(other)
-        for added in WHEN_ADDED:
+        for added in _WHEN_ADDED:
             added(SAMPLERS[name])
         return function
 
     return named
+
+
+def for_users_samplers(added: Callable[[Sampler], None]) -> None:
+    """Calls a function with every sampler of users: those that are registered already, and later ones."""
+    for each in [*SAMPLERS.values()]:
+        if not _is_ours(each.function):
+            added(each)
+    _WHEN_ADDED.append(added)
 
 
 def _is_ours(function: Callable) -> bool:

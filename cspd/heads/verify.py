@@ -203,10 +203,10 @@ class Slots:
     """C slots for chains of T steps. Values of free slots mean nothing.
 
     Args:
-        num_branches: G, 2 with guidance. tabled: also store the head's modulations at all steps.
+        num_branches: G, 2 or 3 with guidance. tabled: also store the head's modulations at all steps.
 
     Attributes:
-        state: [C, 8, d], see `Moved`. scale: guidance [C, 1, 1].
+        state: [C, 8, d], see `Moved`. scale: guidance [C, 1, G - 1].
         progress: int64 [C, 4]: `Moved.left` and `Moved.phase`; the residual candidates drawn so far, and how often all
             of them were rejected.
         names: int64 [C, 3], the chain's row, and the seed and position of its noise. log_sigma: [C], the sum so far.
@@ -226,7 +226,7 @@ class Slots:
         self.state = zeros(STATE_ROWS, head.channels)
         self.progress = zeros(4, dtype=torch.int64)
         self.names = zeros(3, dtype=torch.int64)
-        self.scale, self.log_sigma = zeros(1, 1), zeros()
+        self.scale, self.log_sigma = zeros(1, max(1, num_branches - 1)), zeros()
         self.draws = zeros(num_steps, head.channels + 1)
         self.record = zeros(num_steps, dtype=torch.int64)
         self.c_embed = zeros(num_branches, head.width)
@@ -577,7 +577,7 @@ def move(
         end_indices: int64 [R, W], T slot - w for w = 1 .. W. With `left` added, they are the indices of the window's
             steps left - 1, left - 2, .. in the flat list of all slots' steps, [C T].
         row_starts: int64 [R], W r: the index of each window's first step in the flat list of all windows' steps, [R W].
-        scale: guidance [R, 1, 1]. state, left, phase: as in `Moved`. trace_sigma: whether to sum log sigma_p.
+        scale: guidance [R, 1, G - 1]. state, left, phase: as in `Moved`. trace_sigma: whether to sum log sigma_p.
     """
     window = len(lookup.lags)
     num_chains, _, channels = state.shape

@@ -15,7 +15,7 @@ from cspd.continuous.rows import Denoiser, run_plain_round
 from cspd.continuous.tuning import SEARCHED_WINDOWS, Tuning
 from cspd.device import Precision
 from cspd.graphs import Graphs
-from cspd.heads.samplers import DIFFUSION, WHEN_ADDED, Sampler
+from cspd.heads.samplers import DIFFUSION, Sampler, for_users_samplers
 from cspd.masked import budget
 from cspd.masked.backbones import BACKBONES, Backbone
 from cspd.masked.cspd import CSPD
@@ -392,4 +392,4 @@ def add_method(sampler: Sampler) -> None:
         register(sampling(sampler.name, sampler.summary, {}, denoiser=sampler.name))
 
 
-WHEN_ADDED.append(add_method)
+for_users_samplers(add_method)
