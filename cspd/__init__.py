@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from cspd.terminal import __version__
 
 if TYPE_CHECKING:  # the names of HOMES, for those who check types
+    from cspd.accelerate import accelerate
     from cspd.causal.family import CausalModels
     from cspd.checkpoints import load
     from cspd.discrete.family import VQModels
@@ -31,6 +32,7 @@ __all__ = [
     "RoundStats",
     "VQModels",
     "__version__",
+    "accelerate",
     "grid",
     "load",
     "register",
@@ -44,6 +46,7 @@ HOMES = {  # the module of each name
     "Request": "cspd.request",
     "RoundStats": "cspd.request",
     "VQModels": "cspd.discrete.family",
+    "accelerate": "cspd.accelerate",
     "grid": "cspd.request",
     "load": "cspd.checkpoints",
     "register": "cspd.method",

@@ -12,13 +12,14 @@ import inspect
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cspd.causal import models as causal
 from cspd.continuous.tuning import Costs, measure
 from cspd.device import Precision
 from cspd.files import ArrayCache, content_hash, digest_of, user_cache
@@ -26,7 +27,7 @@ from cspd.heads import SAMPLERS, Chain, EulerMaruyama, Inputs, Net, euler_maruya
 from cspd.heads.chain import Schedule
 from cspd.heads.learned import Learned
 from cspd.heads.net import TorchNoise
-from cspd.heads.samplers import Sampler, ancestral
+from cspd.heads.samplers import SCHEDULES, Sampler, ancestral
 from mar import head as mar_head
 
 # What a call of the authors' `head.sample(..)` asks for, in our terms.
@@ -57,7 +58,8 @@ class Seam:
     Attributes:
         code: whose it is, for people. module: has `sample`. head: the network, with the interface of `mar.head.Head`.
         read: maps the arguments of a call, by name, to a `Call`.
-        conditions: name of the argument with the conditions. note: what differs from the code as it is, for people.
+        conditions: name of the argument with the conditions. is_known: whether the chain is compared with the code's
+            own at the first call; noise that is drawn in another order cannot be.
     """
 
     code: str
@@ -65,7 +67,7 @@ class Seam:
     head: Any
     read: Callable[[dict[str, Any]], Call]
     conditions: str
-    note: str = ""
+    is_known: bool = True
 
 
 def by_branch(values: Tensor, num: int) -> Tensor:
@@ -106,17 +108,13 @@ def borrowed(net: nn.Module, channels: int, outputs: int) -> mar_head.Head | Non
     time_mlp, cond_embed, input_proj, _ = layers
     if not plain_layers(time_mlp, cond_embed, input_proj, *inside, linear, modulation):
         return None
-    head = mar_head.Head.__new__(mar_head.Head)
-    nn.Module.__init__(head)
+    time_embed = with_modules(mar_head.TimestepEmbedder, mlp=time_mlp)
+    time_embed.frequencies = time_mlp[0].in_features  # type: ignore
+    parts = {"time_embed": time_embed, "cond_embed": cond_embed, "input_proj": input_proj, "res_blocks": net.res_blocks}
+    final_layer = with_modules(mar_head.FinalLayer, linear=linear, adaLN_modulation=modulation)
+    head = with_modules(mar_head.Head, **parts, final_layer=final_layer)
     head.channels, head.width, head.cond_dim = channels, linear.in_features, cond_embed.in_features
     head.fused = None
-    head.time_embed = mar_head.TimestepEmbedder.__new__(mar_head.TimestepEmbedder)
-    nn.Module.__init__(head.time_embed)
-    head.time_embed.mlp, head.time_embed.frequencies = time_mlp, time_mlp[0].in_features  # type: ignore
-    head.cond_embed, head.input_proj, head.res_blocks = cond_embed, input_proj, net.res_blocks
-    head.final_layer = mar_head.FinalLayer.__new__(mar_head.FinalLayer)
-    nn.Module.__init__(head.final_layer)
-    head.final_layer.linear, head.final_layer.adaLN_modulation = linear, modulation
     return head if linear.out_features == outputs else None
 
 
@@ -141,36 +139,108 @@ class FlowHead:
         return torch.cat([out, torch.zeros_like(out)], dim=-1)
 
 
+class _ByCell(nn.Module):
+    """A linear layer of theirs on each cell of a patch, whose numbers follow each other."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.unflatten(-1, (-1, self.linear.in_features))).flatten(-2)
+
+
+def with_modules(kind: type, **modules: Any) -> Any:
+    """An instance of a module's class whose children are these modules."""
+    made = kind.__new__(kind)
+    nn.Module.__init__(made)
+    for name, module in modules.items():
+        setattr(made, name, module)
+    return made
+
+
+def borrowed_flow(net: Any, channels: int, num_cells: int | None, is_clean: bool) -> causal.DiffHead | None:
+    """The head of `cspd.causal` with the modules of SphereAR's or BitDance's `net`; None as in `borrowed`."""
+    first, last = net.res_blocks[0], net.final_layer
+    if not plain_layers(net.time_embed.mlp, net.cond_embed, net.input_proj, *net.res_blocks, *net.ada_ln_blocks, last):
+        return None
+    if num_cells is None and hasattr(first, "norm"):
+        blocks = [with_modules(causal.ResBlock, w1=b.w1, w2=b.w2, norm=b.norm) for b in net.res_blocks]
+    elif hasattr(first, "w1") and getattr(first.attn, "head_dim", None) == causal.HEAD_DIM and is_imagenet(net):
+        blocks = []
+        for b in net.res_blocks:
+            attention = with_modules(causal._CellAttention, wqkv=b.attn.wqkv, wo=b.attn.wo)
+            parts = {"norm1": b.norm1, "attn": attention, "norm2": b.norm2, "w1": b.w1, "w2": b.w2}
+            blocks.append(with_modules(causal.TransBlock, **parts))
+    else:
+        return None
+    own = with_modules(
+        nn.Module,
+        time_embed=with_modules(mar_head.TimestepEmbedder, mlp=net.time_embed.mlp),
+        cond_embed=_ByCell(net.cond_embed),
+        input_proj=net.input_proj,
+        res_blocks=nn.ModuleList(blocks),
+        ada_ln_blocks=net.ada_ln_blocks,
+        final_layer=last,
+    )
+    own.time_embed.frequencies = net.time_embed.mlp[0].in_features
+    head = with_modules(causal.DiffHead, net=own)
+    head.binary, head.num_cells, head.fused = is_clean, num_cells or 1, None
+    head.channels, head.cond_dim = head.num_cells * channels, head.num_cells * net.cond_embed.in_features
+    head.width = head.num_cells * net.cond_embed.out_features
+    return head
+
+
+def is_imagenet(net: Any) -> bool:
+    """Whether a BitDance's head is one for ImageNet: the text-to-image models' ends in a sigmoid."""
+    return not hasattr(net.res_blocks[0], "use_swiglu")
+
+
 # One function for each family of codes: it knows a module by its attributes, and gives its seam or None.
 
 
 def mar(module: nn.Module) -> Seam | None:
-    """LTH14/mar and the codes that copy its `DiffLoss`: LazyMAR and Harmon; DiSA with one number of steps."""
-    net, chain = getattr(module, "net", None), getattr(module, "gen_diffusion", None)
-    if not hasattr(net, "forward_with_cfg") or not hasattr(chain, "timestep_map"):
+    """LTH14/mar and the codes that copy its `DiffLoss`: LazyMAR, Harmon and DiSA."""
+    net, chains = getattr(module, "net", None), getattr(module, "gen_diffusion", None)
+    if not hasattr(net, "forward_with_cfg") or chains is None:
         return None
-    for name, wanted in (("model_mean_type", "EPSILON"), ("model_var_type", "LEARNED_RANGE")):
-        if getattr(getattr(chain, name, None), "name", wanted) != wanted:
+    arguments = inspect.signature(inspect.unwrap(type(module).sample)).parameters
+    if "cache_threshold" in arguments:
+        raise ValueError("LazyMAR's cached head depends on its earlier calls: build the model with lazy_mar=False")
+    if getattr(module, "sampler", "DiSA") not in ("DiSA", "default"):
+        raise ValueError(f"DiSA's sampler {module.sampler!r} has no noise to speculate on: use 'DiSA' or 'default'")
+    for chain in chains if isinstance(chains, list) else [chains]:
+        if (chain.model_mean_type.name, chain.model_var_type.name) != ("EPSILON", "LEARNED_RANGE"):
             return None
     channels = module.in_channels
-    inner = getattr(net, "_orig_mod", net)
 
     def function(x: Tensor, t: Tensor, c: Tensor) -> Tensor:
-        kind = next(inner.parameters()).dtype
+        kind = next(net.parameters()).dtype
         return net(x.to(kind), t.round().long(), c.to(kind))
 
     def read(given: dict[str, Any]) -> Call:
-        z, cfg = given["z"], float(given.get("cfg", 1.0))
+        z, cfg = given["z"], float(given["cfg"])
         num = 1 if cfg == 1.0 else 2
         begin = lambda rows, d: torch.randn(rows, d).to(z.device)  # noqa: E731 - their code draws it on the CPU
         step = lambda rows, d: torch.randn(num * rows, d, device=z.device)[:rows]  # noqa: E731
-        noise, temperature = TorchNoise(z.device, begin, step), float(given.get("temperature", 1.0))
-        return Call(by_branch(z, num), (cfg,), temperature, ddpm(module.gen_diffusion), noise, repeated(num))
+        noise, chain = TorchNoise(z.device, begin, step), ddpm(chain_of(module, given))
+        return Call(by_branch(z, num), (cfg,), float(given["temperature"]), chain, noise, repeated(num))
 
-    head: Any = borrowed(inner, channels, 2 * channels)
+    head: Any = borrowed(inner_of(net), channels, 2 * channels)
     if head is None:
-        head = Net(function, lambda num: ddpm(module.gen_diffusion), [channels], [], variances=True)
+        head = Net(function, mar_head.schedule, [channels], variances=True)
     return Seam("MAR's DiffLoss", module, head, read, "z")
+
+
+def chain_of(module: Any, given: dict[str, Any]) -> Any:
+    """The `GaussianDiffusion` of a call; DiSA has one for each number of steps, which falls over the iterations."""
+    chains = module.gen_diffusion
+    if not isinstance(chains, list):
+        return chains
+    last = max(1, given["ar_num_iter"] - 1)
+    name = module.diff_annealing_strategy
+    share = 0 if name == "constant" else SCHEDULES[name](given["step"], last)
+    return chains[int(share * (len(chains) - 1))]
 
 
 @functools.cache
@@ -202,15 +272,17 @@ def sphere(module: nn.Module) -> Seam | None:
         z = by_branch(z, num)
         own = z.shape[2:-1]
         normal = lambda rows, d: torch.randn(rows, *own, module.ch_target, device=z.device).flatten(1)  # noqa: E731
-        chain = flow(int(given["num_sampling_steps"]), is_clean, shift)
+        chain = flow(int(given["num_sampling_steps"]), is_clean, shift, factor)
         return Call(z, (cfg,), 1.0, chain, TorchNoise(z.device, normal), repeated(num))
 
-    head = Net(function, lambda num: flow(num, is_clean, shift), token, [])
+    borrowed_head = borrowed_flow(inner_of(net), module.ch_target, num_cells, is_clean)
+    factor = 1.0 if borrowed_head is None else float(causal.TIME_FACTOR)
+    head: Any = borrowed_head or Net(function, lambda num: flow(num, is_clean, shift, 1.0), token)
     return Seam("BitDance's DiffHead" if is_clean else "SphereAR's DiffHead", module, head, read, "z")
 
 
 @functools.cache
-def flow(num_steps: int, is_clean: bool, shift: float) -> EulerMaruyama:
+def flow(num_steps: int, is_clean: bool, shift: float, time_factor: float) -> EulerMaruyama:
     """The chain of SphereAR or BitDance: T noisy steps and one of h without noise, as their code times them."""
     last = 0.05 if is_clean else 0.04
     if is_clean:
@@ -220,7 +292,7 @@ def flow(num_steps: int, is_clean: bool, shift: float) -> EulerMaruyama:
         dt = np.full(num_steps, (1 - last) / num_steps, np.float32)
     before = np.cumsum(dt, dtype=np.float32)[:-1]
     t = np.concatenate([np.zeros(1, np.float32), before, np.float32([1 - last])])
-    return euler_maruyama(t, np.append(dt, np.float32(last)), clean=is_clean)
+    return euler_maruyama(t, np.append(dt, np.float32(last)), clean=is_clean, time_factor=time_factor)
 
 
 def next_step(module: nn.Module) -> Seam | None:
@@ -250,7 +322,7 @@ def next_step(module: nn.Module) -> Seam | None:
         return Call(by_branch(z, num), (cfg, cfg2)[: max(1, num - 1)], 1.0, chain, noise, lambda x: x.to(z.dtype))
 
     mine = borrowed(inner_of(net), module.input_dim, module.input_dim)
-    head: Any = Net(function, chain_of, [module.input_dim], []) if mine is None else FlowHead(mine, chain_of)
+    head: Any = Net(function, chain_of, [module.input_dim]) if mine is None else FlowHead(mine, chain_of)
     return Seam(f"NextStep-1{'.1' if is_newer else ''}'s FlowMatchingHead", module, head, read, "c")
 
 
@@ -264,6 +336,24 @@ def next_step_chain(num_steps: int, shift: float, is_newer: bool, last: float) -
     t = torch.linspace(0, 1 - last, num_steps)
     t = t / (shift - (shift - 1) * t)
     return euler_maruyama(t.numpy(), np.append(t.diff().numpy(), np.float32(last)), clean=False)
+
+
+def generic(module: nn.Module, net: Net) -> Seam:
+    """A code that is not known: sample(z, .., cfg, temperature, num_sampling_steps) around a network of the user's.
+
+    The first argument has the conditions, with cfg != 1 those of the unconditional branch after them; as many rows
+    come back.
+    """
+    first = list(inspect.signature(inspect.unwrap(type(module).sample)).parameters)[1]
+
+    def read(given: dict[str, Any]) -> Call:
+        z, cfg = given[first], float(given.get("cfg", 1.0))
+        num = 1 if cfg == 1.0 else 2
+        chain, temperature = net.chain(int(given.get("num_sampling_steps", 100))), float(given.get("temperature", 1.0))
+        noise = TorchNoise(z.device, lambda rows, d: torch.randn(rows, d, device=z.device))
+        return Call(by_branch(z, num), (cfg,), temperature, chain, noise, repeated(num))
+
+    return Seam(f"{type(module).__name__}, by the network given", module, net, read, first, is_known=False)
 
 
 CODES: tuple[Callable[[nn.Module], Seam | None], ...] = (mar, sphere, next_step)
@@ -321,6 +411,7 @@ class Stats(NamedTuple):
         tokens: drawn by the method. learned: drawn by the full chain, to learn from. others: drawn by the code's own
             sampler, with the reason in `note`.
         calls_per_token: sequential head calls of the method's tokens, on average. full_chain: those of a full chain.
+        acceptance: of the drafted states that were verified, the fraction that was accepted; None if none was drafted.
         difference, difference_error: of an approximate method's tokens from the full chain's of the same noise, in
             standard deviations of a token; None if nothing was measured.
         seconds: that the head took.
@@ -330,6 +421,7 @@ class Stats(NamedTuple):
     learned: int
     others: int
     calls_per_token: float
+    acceptance: float | None
     full_chain: int
     difference: float | None
     difference_error: float | None
@@ -343,6 +435,7 @@ class _Counts:
     learned: int = 0
     others: int = 0
     calls: int = 0
+    drafted: np.ndarray = field(default_factory=lambda: np.zeros(2, np.int64))
     full_chain: int = 0
     seconds: float = 0.0
     note: str = ""
@@ -366,6 +459,7 @@ class Accelerated:
         self._arguments = inspect.signature(inspect.unwrap(type(seam.module).sample))
         self._cache = ArrayCache([user_cache()])
         self._weights: str | None = None
+        self._state: tuple = ()
         object.__setattr__(seam.module, "sample", _Replaced(self))
 
     def restore(self) -> None:
@@ -381,14 +475,16 @@ class Accelerated:
         if shortcuts:
             difference, error = shortcuts[-1].difference.item(), shortcuts[-1].difference_error.item()
         mean = counts.calls / counts.tokens if counts.tokens else float("nan")
-        own = counts.tokens, counts.learned, counts.others, mean, counts.full_chain
+        verified, accepted = counts.drafted.tolist()
+        acceptance = accepted / verified if verified else None
+        own = counts.tokens, counts.learned, counts.others, mean, acceptance, counts.full_chain
         return Stats(*own, difference, error, counts.seconds, counts.note)
 
     def __repr__(self) -> str:
         stats, settings = self.stats, "".join(f", {name}={value}" for name, value in self.settings.items())
         about = f"<cspd.accelerate: {self.seam.code}, {self.sampler.name}{settings} ({self.sampler.guarantee})"
         if stats.tokens:
-            about += f": {stats.tokens} tokens by {stats.calls_per_token:.3g} calls each of {stats.full_chain}"
+            about += f": {stats.tokens} tokens by {stats.calls_per_token:.3g} calls each in place of {stats.full_chain}"
         if stats.learned:
             about += f"; {stats.learned} by the full chain, to learn from"
         if stats.others:
@@ -406,22 +502,30 @@ class Accelerated:
         if call.temperature == 0:
             return self._by_their_code(args, kwargs, num, "temperature 0 has no noise to speculate on")
         if self._is_right is None:
-            self._is_right = self._check(args, kwargs)
+            self._is_right = not self.seam.is_known or self._check(args, kwargs)
         if not self._is_right:
             return self._by_their_code(args, kwargs, num, self._counts.note)
+        self._forget_other_weights()
         with torch.inference_mode():
             drawn = self._draw(call)
         made = call.finish(torch.empty_like(drawn).copy_(drawn))  # not an inference tensor, unless the caller wants it
         self._counts.seconds += time.perf_counter() - begun
         return made
 
+    def _forget_other_weights(self) -> None:
+        """Drops all fits if the weights have changed: an average may be loaded in their place for a while."""
+        parameters = [*self.seam.module.net.parameters()]
+        state = tuple((each.data_ptr(), -1 if each.is_inference() else each._version) for each in parameters)
+        if state != self._state:
+            self._state, self._weights = state, None
+            self._learned.clear()
+
     def _read(self, args: tuple, kwargs: dict) -> Call:
         bound = self._arguments.bind(self.seam.module, *args, **kwargs)
         bound.apply_defaults()
         call = self.seam.read(bound.arguments)
         if self.generator is not None:
-            call.noise.generator = self.generator
-            call.noise.begin = call.noise.step = call.noise._normal
+            call = replace(call, noise=TorchNoise(call.z.device, generator=self.generator, repeat=call.noise.repeat))
         return call
 
     def _by_their_code(self, args: tuple, kwargs: dict, num: int, why: str) -> Any:
@@ -430,11 +534,10 @@ class Accelerated:
         return self._own(*args, **kwargs)
 
     def _chain(self, call: Call, fitted: Learned | None = None) -> Chain:
-        z, device = call.z.flatten(2) if call.z.dim() > 3 else call.z, call.z.device
+        z, device = call.z.flatten(2), call.z.device
         head, num = self.seam.head, z.shape[1]
         if isinstance(head, Net):
-            head.condition = tuple(call.z.shape[2:])
-            head.width = head.cond_dim = z.shape[2]
+            head.take(call.z.shape[2:])
         names = torch.zeros(num, dtype=torch.int64, device=device)
         scale = torch.tensor([call.scale], device=device).expand(num, -1)
         temperature = torch.full((num, 1), call.temperature, device=device)
@@ -454,13 +557,19 @@ class Accelerated:
             tokens = self.sampler.function(chain, **self.settings)
             counts.tokens += len(tokens)
             counts.calls += int(chain.tally.of_rows(len(tokens))[0].sum())
+            counts.drafted += np.array(chain.tally.drafted)
             counts.full_chain = len(call.chain)
             self._tell_difference(learned)
         sigma = getattr(call.chain, "end_sigma", 0.0)
         if sigma:
             last = chain.eps[-1] if "eps" in vars(chain) else call.noise.step(*tokens.shape)
             tokens = tokens + call.temperature * sigma * last
-        return tokens.unflatten(-1, self.seam.head.token) if isinstance(self.seam.head, Net) else tokens
+        return self._shaped(tokens, call)
+
+    def _shaped(self, tokens: Tensor, call: Call) -> Tensor:
+        """Tokens [R, d] in the shape that the code has: conditions of several cells have tokens of as many."""
+        cells = call.z.shape[2:-1]
+        return tokens.unflatten(-1, (*cells, -1)) if cells else tokens
 
     def _learned_of(self, call: Call) -> Learned:
         branches = len(call.z)
@@ -536,7 +645,7 @@ class Accelerated:
         chain = self._chain(call)
         tokens = ancestral(chain)
         tokens = tokens + call.temperature * getattr(call.chain, "end_sigma", 0.0) * chain.eps[-1]
-        return tokens.unflatten(-1, self.seam.head.token) if isinstance(self.seam.head, Net) else tokens
+        return self._shaped(tokens, call)
 
 
 class _Replaced:
@@ -556,7 +665,7 @@ def accelerate(
     model: Any,
     method: str = "speculative",
     *,
-    head: Seam | None = None,
+    head: Net | None = None,
     generator: torch.Generator | None = None,
     **settings: Any,
 ) -> Accelerated:
@@ -569,7 +678,7 @@ def accelerate(
     Args:
         model: the authors' module, its head, or an object that has it as an attribute.
         method: a name in `cspd.heads.SAMPLERS`. settings: its settings, such as head_calls=10 or window=16.
-        head: the seam of a code that is not known here.
+        head: the network of a code that is not known here; `model` then has `sample`, see `generic`.
         generator: of all noise; by default torch's own, so that torch.manual_seed decides the image.
 
     Returns:
@@ -588,7 +697,7 @@ def accelerate(
                 f"{name}={value!r} is not an option of {method!r}, which has {', '.join(options) or 'none'}"
             )
         options[name].check(value)
-    seams = [head] if head is not None else seams_of(model)
+    seams = [generic(model, head)] if head is not None else seams_of(model)
     if len(seams) != 1:
         looked = "MAR's DiffLoss, SphereAR's and BitDance's DiffHead, NextStep-1's FlowMatchingHead"
         found = f"has {len(seams)} diffusion heads" if seams else f"has no diffusion head that is known ({looked})"

@@ -407,13 +407,14 @@ class Tally:
     """Head calls of a chain's tokens: `calls` one after the other, and `evaluations` of each token, all branches.
 
     `by_row` replaces both if they differ between tokens: int64 [2, R]. `parts` are the tallies of parts, with the
-    indices of their rows.
+    indices of their rows. `drafted`: states that were verified, and accepted.
     """
 
     calls: int = 0
     evaluations: int = 0
     by_row: np.ndarray | None = None
     parts: list[tuple[np.ndarray, Tally]] = field(default_factory=list)
+    drafted: tuple[int, int] = (0, 0)
 
     def of_rows(self, num_rows: int) -> np.ndarray:
         """(calls, evaluations) of each row, int64 [2, R]."""

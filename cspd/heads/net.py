@@ -23,7 +23,7 @@ class Net:
         function: maps x [N, *token], t [N] and c [N, *condition] to (eps, v), or to the velocity or the clean token of
             a stochastic differential equation. It casts its inputs as it needs.
         chain: maps a number of steps to a `Schedule`, always to the same object.
-        token, condition: shapes of a token, [d] or [P, d], and of its condition.
+        token: shape of a token, [d] or [P, d].
         variances: whether the function predicts v too, as MAR's does.
 
     Attributes:
@@ -39,13 +39,15 @@ class Net:
         function: Function,
         chain: Callable[[int], Any],
         token: Sequence[int],
-        condition: Sequence[int],
         variances: bool = False,
     ) -> None:
         self.function, self.chain, self.variances = function, chain, variances
-        self.token, self.condition = tuple(token), tuple(condition)
-        self.channels = math.prod(self.token)
-        self.width = self.cond_dim = math.prod(self.condition)
+        self.token, self.channels = tuple(token), math.prod(token)
+
+    def take(self, condition: Sequence[int]) -> None:
+        """Sets the shape of a condition, which chains give as one row of numbers."""
+        self.condition = tuple(condition)
+        self.width = self.cond_dim = math.prod(condition)
 
     def schedule(self, num_steps: int, first_timestep: int | None = None) -> Any:
         """The chain of `num_steps` steps. Raises ValueError on a first timestep, which not every chain has."""
@@ -95,11 +97,13 @@ class TorchNoise:
         device: torch.device,
         begin: Callable[[int, int], Tensor] | None = None,
         step: Callable[[int, int], Tensor] | None = None,
+        *,
         generator: torch.Generator | None = None,
         repeat: int = 0,
     ) -> None:
         self.device, self.generator, self.repeat = device, generator, repeat
-        self.begin, self.step = begin or self._normal, step or begin or self._normal
+        self.begin = begin or self._rows
+        self.step = step or self.begin
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device, generator=self.generator)
@@ -108,6 +112,12 @@ class TorchNoise:
         """Inside (0, 1), so that its logarithm is finite."""
         tiny = torch.finfo(torch.float32).tiny
         return torch.rand(*shape, device=self.device, generator=self.generator).clamp(min=tiny)
+
+    def _rows(self, num: int, *shape: int) -> Tensor:
+        return self._repeated(self._normal(self.repeat or num, *shape), num)
+
+    def _repeated(self, values: Tensor, num: int) -> Tensor:
+        return values.repeat(num // len(values), *[1] * (values.dim() - 1))
 
     def initial(self, seed: Tensor, position: Tensor, channels: int, index: int = 0) -> Tensor:
         """x_T [R, channels], see `cspd.noise.initial`."""
@@ -121,11 +131,9 @@ class TorchNoise:
         self, seed: Tensor, position: Tensor, num_steps: int, channels: int, index: int = 0, accept_index: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x_T [R, channels], eps_t [R, T, channels] and uniform draws [R, T], see `cspd.noise.chain`."""
-        own = self.repeat or len(seed)
-        x = self.begin(len(seed), channels)
-        drawn = self._normal(own, num_steps, channels), self._uniform(own, num_steps)
-        eps, uniform = (values.repeat(len(seed) // own, *[1] * (values.dim() - 1)) for values in drawn)
-        return x, eps, uniform
+        num = len(seed)
+        x, eps = self.begin(num, channels), self._rows(num, num_steps, channels)
+        return x, eps, self._repeated(self._uniform(self.repeat or num, num_steps), num)
 
     def candidates(
         self, seed: Tensor, position: Tensor, step: Tensor, first: int, num: int, channels: int, offset: int = 0

@@ -454,7 +454,10 @@ def speculative(
     if chains is None:  # nothing is drafted
         return ancestral(chain)
     ended = chains.run(chain.inputs, chain.noise_index)
-    calls = (ended.record != 0).sum(1).cpu().numpy()
+    record = ended.record.cpu().numpy()
+    calls = (record != 0).sum(1)
+    verified, accepted = acceptance(record, chains.window)[0].sum(1).tolist()
+    chain.tally.drafted = verified, accepted
     chain.tally.by_row = np.stack([calls, (1 + (calls - 1) * chains.window) * len(chain.z)])
     for observer in chain.observers:
         observer.verified(chain, ended)
