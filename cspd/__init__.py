@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from cspd.terminal import __version__
 
 if TYPE_CHECKING:  # the names of HOMES, for those who check types
-    from cspd.accelerate import accelerate
+    from cspd.seams import accelerate
     from cspd.causal.family import CausalModels
     from cspd.checkpoints import load
     from cspd.discrete.family import VQModels
@@ -46,7 +46,7 @@ HOMES = {  # the module of each name
     "Request": "cspd.request",
     "RoundStats": "cspd.request",
     "VQModels": "cspd.discrete.family",
-    "accelerate": "cspd.accelerate",
+    "accelerate": "cspd.seams",
     "grid": "cspd.request",
     "load": "cspd.checkpoints",
     "register": "cspd.method",
