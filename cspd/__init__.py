@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from cspd.terminal import __version__
 
 if TYPE_CHECKING:  # the names of HOMES, for those who check types
-    from cspd.seams import accelerate
     from cspd.causal.family import CausalModels
     from cspd.checkpoints import load
     from cspd.discrete.family import VQModels
@@ -21,6 +20,7 @@ if TYPE_CHECKING:  # the names of HOMES, for those who check types
     from cspd.method import register
     from cspd.pipeline import CspdPipeline
     from cspd.request import Output, Request, RoundStats, grid
+    from cspd.seams import accelerate
 
 __all__ = [
     "CausalModels",

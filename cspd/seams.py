@@ -63,7 +63,7 @@ class Seam:
     """
 
     code: str
-    module: nn.Module
+    module: Any
     head: Any
     read: Callable[[dict[str, Any]], Call]
     conditions: str
@@ -96,7 +96,7 @@ def plain_layers(*modules: nn.Module) -> bool:
     return True
 
 
-def borrowed(net: nn.Module, channels: int, outputs: int) -> mar_head.Head | None:
+def borrowed(net: Any, channels: int, outputs: int) -> mar_head.Head | None:
     """MAR's head with the modules of `net`; None if these are not MAR's or not plain float32 layers."""
     names = ("time_embed.mlp", "cond_embed", "input_proj", "res_blocks", "final_layer")
     try:
@@ -150,7 +150,7 @@ class _ByCell(nn.Module):
         return self.linear(x.unflatten(-1, (-1, self.linear.in_features))).flatten(-2)
 
 
-def with_modules(kind: type, **modules: Any) -> Any:
+def with_modules(kind: Any, **modules: Any) -> Any:
     """An instance of a module's class whose children are these modules."""
     made = kind.__new__(kind)
     nn.Module.__init__(made)
@@ -199,9 +199,10 @@ def is_imagenet(net: Any) -> bool:
 # One function for each family of codes: it knows a module by its attributes, and gives its seam or None.
 
 
-def mar(module: nn.Module) -> Seam | None:
+def mar(module: Any) -> Seam | None:
     """LTH14/mar and the codes that copy its `DiffLoss`: LazyMAR, Harmon and DiSA."""
-    net, chains = getattr(module, "net", None), getattr(module, "gen_diffusion", None)
+    net: Any = getattr(module, "net", None)
+    chains = getattr(module, "gen_diffusion", None)
     if not hasattr(net, "forward_with_cfg") or chains is None:
         return None
     arguments = inspect.signature(inspect.unwrap(type(module).sample)).parameters
@@ -251,9 +252,9 @@ def ddpm(chain: Any) -> mar_head.Schedule:
     return mar_head.Schedule(timestep_map=np.asarray(chain.timestep_map, np.int64), **tables)
 
 
-def sphere(module: nn.Module) -> Seam | None:
+def sphere(module: Any) -> Seam | None:
     """SphereAR and BitDance, both of its heads: for ImageNet, and of the text-to-image models."""
-    net = getattr(module, "net", None)
+    net: Any = getattr(module, "net", None)
     if not hasattr(net, "ada_ln_blocks") or not hasattr(module, "ch_target"):
         return None
     is_clean = hasattr(module, "time_shift")  # BitDance's predict the clean token
@@ -291,13 +292,13 @@ def flow(num_steps: int, is_clean: bool, shift: float, time_factor: float) -> Eu
     else:
         dt = np.full(num_steps, (1 - last) / num_steps, np.float32)
     before = np.cumsum(dt, dtype=np.float32)[:-1]
-    t = np.concatenate([np.zeros(1, np.float32), before, np.float32([1 - last])])
+    t = np.concatenate([np.zeros(1, np.float32), before, np.array([1 - last], np.float32)])
     return euler_maruyama(t, np.append(dt, np.float32(last)), clean=is_clean, time_factor=time_factor)
 
 
-def next_step(module: nn.Module) -> Seam | None:
+def next_step(module: Any) -> Seam | None:
     """NextStep-1's `FlowMatchingHead`, and NextStep-1.1's as vLLM-Omni has it."""
-    net = getattr(module, "net", None)
+    net: Any = getattr(module, "net", None)
     if not hasattr(module, "get_velocity_from_cfg") or not hasattr(net, "final_layer"):
         return None
     arguments = inspect.signature(inspect.unwrap(type(module).sample)).parameters
@@ -338,7 +339,7 @@ def next_step_chain(num_steps: int, shift: float, is_newer: bool, last: float) -
     return euler_maruyama(t.numpy(), np.append(t.diff().numpy(), np.float32(last)), clean=False)
 
 
-def generic(module: nn.Module, net: Net) -> Seam:
+def generic(module: Any, net: Net) -> Seam:
     """A code that is not known: sample(z, .., cfg, temperature, num_sampling_steps) around a network of the user's.
 
     The first argument has the conditions, with cfg != 1 those of the unconditional branch after them; as many rows
@@ -364,7 +365,7 @@ def inner_of(net: Any) -> Any:
     return getattr(net, "_orig_mod", net)
 
 
-def uncompiled(net: nn.Module) -> Callable:
+def uncompiled(net: Any) -> Callable:
     """A network's forward without torch.compile, which would compile again for every number of rows."""
     forward = inner_of(net).forward
     while hasattr(forward, "_torchdynamo_orig_callable"):
@@ -579,7 +580,7 @@ class Accelerated:
                 self._weights = content_hash(inner_of(self.seam.module.net))
             names = "mean_x", "mean_eps", "log_sigma_base", "log_sigma_slope"
             steps = digest_of({name: np.ascontiguousarray(getattr(call.chain, name)) for name in names}, {})
-            settings = {"schema": "cspd.accelerate/1", "weights": self._weights, "chain": steps}
+            settings: dict[str, Any] = {"schema": "cspd.accelerate/1", "weights": self._weights, "chain": steps}
             settings |= {"temperature": call.temperature, "branches": branches}
             own = self._chain(call)
             seconds = functools.partial(self._seconds, branches)

@@ -258,7 +258,7 @@ class Denoiser:
             tokens = captured(runner, key, chain, sample) if self.sampler.whole else sample(chain)
         calls, evaluations = chain.tally.of_rows(len(tokens))
         head_calls = chain.tally.of_owners(rows.owner, len(rows.sequences))
-        measured = fitted.measured if self.guarantee == "measured" else {}
+        measured = fitted.measured if fitted and self.guarantee == "measured" else {}
         return Drawn(tokens, calls, head_calls, evaluations, measured, audit and audit.total)
 
 

@@ -178,14 +178,14 @@ class Segment(NamedTuple):
     """The steps k = a .. b + 1 from a head call at x_a to the next call at x_b.
 
     Attributes:
-        index: counts the calls from 0. first: a. steps: int64 [n], the k.
+        call: counts the calls from 0. first: a. steps: int64 [n], the k.
         base, slope: float32 [n, 1, 1], log sigma_k = base_k + slope_k v_a, without temperature.
         mix: float32 [n + 1, 2 + n], the weights on x_a, eps_a and the noise sigma_k eps_k of each step that give the
             state before each step and, last, x_b. Step 0 adds no noise.
         is_full: whether the call evaluates the unconditional branch too.
     """
 
-    index: int
+    call: int
     first: int
     steps: Tensor
     base: Tensor
@@ -215,7 +215,7 @@ def make_segments(
         mix, base, slope = _tables(k, s, predictor)
         mix[-1, :2] += corrections[i]
         segment = Segment(
-            index=i,
+            call=i,
             first=a,
             steps=torch.as_tensor(k, device=device),
             base=torch.as_tensor(base, dtype=torch.float32, device=device).view(-1, 1, 1),
@@ -530,7 +530,7 @@ class _Correct(Observer):
 
     def skipped(self, chain: Chain, segment: Segment, sources: Tensor, v: Tensor) -> Tensor | None:
         # not after the first call, whose gain is too high, nor after a segment that skips no step
-        i = segment.index
+        i = segment.call
         if i == 0 or len(segment.steps) == 1:
             return None
         predicted = weighted(segment.mix[-1], sources)

@@ -377,7 +377,8 @@ class Place(NamedTuple):
         return Place(*(values[which] for values in self))
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class Step:
     """A head call of a chain.
 
     Attributes:

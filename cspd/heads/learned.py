@@ -126,8 +126,11 @@ class Learned:
             return None
         key = window, draft, verification
         if key not in self._chains:
-            fitted = (calibration.coefficients, calibration.drift) if draft == "calibrated" else frozen(self.s)
-            table = torch.from_numpy(draft_table(*fitted, self.s, window, self.temperature)).to(chain.z.device)
+            coefficients, drift = calibration.coefficients, calibration.drift
+            if draft == "frozen":
+                coefficients, drift = frozen(self.s)
+            made = draft_table(coefficients, drift, self.s, window, self.temperature)
+            table = torch.from_numpy(made).to(chain.z.device)
             by_block = verification == "block"
             self._chains[key] = Chains(self.head, self.s, table, self.precision, chain.noise, by_block=by_block)
         self._chains[key].noise = chain.noise
@@ -180,5 +183,6 @@ class Learned:
         return fit_predictor(seen.chains, choosing.chains, self.s, self.temperature)
 
     def _fit_shortcut(self, predictor: Predictor, steps: tuple[int, ...], null_every: int) -> Shortcut:
-        parts = [joined(part).to(self.precision.device) for part in self._parts]
-        return fit_shortcut(self.head, *parts, self.s, predictor, steps, null_every, self.precision)
+        seen, choosing, reported = (joined(part).to(self.precision.device) for part in self._parts)
+        parts = seen, choosing, reported, self.s
+        return fit_shortcut(self.head, *parts, predictor, steps, null_every, self.precision)
