@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # the names of HOMES, for those who check types
     from cspd.method import register
     from cspd.pipeline import CspdPipeline
     from cspd.request import Output, Request, RoundStats, grid
+    from cspd.seams import accelerate
 
 __all__ = [
     "CausalModels",
@@ -31,6 +32,7 @@ __all__ = [
     "RoundStats",
     "VQModels",
     "__version__",
+    "accelerate",
     "grid",
     "load",
     "register",
@@ -44,6 +46,7 @@ HOMES = {  # the module of each name
     "Request": "cspd.request",
     "RoundStats": "cspd.request",
     "VQModels": "cspd.discrete.family",
+    "accelerate": "cspd.seams",
     "grid": "cspd.request",
     "load": "cspd.checkpoints",
     "register": "cspd.method",

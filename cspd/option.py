@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+import inspect
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -113,6 +116,34 @@ class Option:
         if self.above is not None and value <= self.above:
             return False
         return self.low <= value <= self._largest
+
+
+def option(meaning: str, **more: Any) -> dict[str, Any]:
+    """The help, limits and other fields of `Option` for a keyword parameter: Annotated[float, option("..", high=1)]."""
+    return {"help": meaning, **more}
+
+
+def options_of(function: Callable) -> tuple[Option, ...]:
+    """The options that a function's keyword parameters declare, in their order, with their defaults."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    declared = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        kind, *marks = typing.get_args(hints.get(name)) or (None,)
+        if not marks or not isinstance(marks[-1], dict):
+            continue
+        *_, mark = marks
+        fields = {"kind": _kind_of(kind), "default": parameter.default, **mark}
+        declared.append(Option(name, fields.pop("kind"), fields.pop("help"), **fields))
+    return tuple(declared)
+
+
+def _kind_of(hint: Any) -> Any:
+    """The `Option.kind` of a type: int | None is int, and Literal has the words to choose from."""
+    if typing.get_origin(hint) is typing.Literal:
+        return typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return next(each for each in typing.get_args(hint) if each is not type(None))
+    return hint
 
 
 def option_names() -> Collection[str]:

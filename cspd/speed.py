@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from cspd.continuous.denoisers import at_hand
 from cspd.device import seconds_of
 from cspd.engine import Engine
-from cspd.heads import calibrated
 from cspd.heads.calibrated import HEAD_CALLS
 from cspd.masked.orders import timetable
 from cspd.method import guarantee_of, method_of, plain_of
@@ -173,10 +173,10 @@ def _alternative(
         return None
     found: dict = {"method": "calibrated", "speedup": None, "difference": None}
     runner: Any = engine.runners["MAR"]
-    at_hand = calibrated.at_hand(asked, runner)
-    if at_hand is None:
+    usual = at_hand(asked, runner)
+    if usual is None:
         return found
-    resolved, found["difference"] = at_hand
+    resolved, found["difference"] = usual
     own_rounds = _rounds(engine, resolved, num, seconds / 2, rounds)  # baseline sampling was timed before
     if own_rounds is not None:
         found["speedup"] = plain_seconds / (seconds - rounds + own_rounds)

@@ -3,35 +3,20 @@
 cspd sample --plugin examples/own_solver.py --checkpoint emoji64_sphere --method midpoint --head-steps 8
 """
 
-import numpy as np
+from typing import Annotated
 
-import cspd
-from cspd.causal.family import drawing
-from cspd.causal.models import TIME_FACTOR
-from cspd.heads.chain import Denoised, Denoiser, evaluate, modulated
-from cspd.option import Option
+from cspd.heads import option, sampler
 
-STEPS = Option("head_steps", int, "steps from noise to token, of two head calls each", default=12, low=1, high=500)
+STEPS = option("steps from noise to token, of two head calls each", low=1, high=500)
 
 
-def denoise(runner, model, rows, z, *, index=0, densities=False):
+@sampler("midpoint", of="flow")
+def midpoint(chain, head_steps: Annotated[int, STEPS] = 12):
     """Solves dx / dt = velocity from t = 0 to 1, by the velocity in the middle of each step."""
-    head = runner.models[model].head
-    num_steps = rows.sequences[0].request.head_steps
-    dt = 1 / num_steps
-    times = [(step + half) * dt for step in range(num_steps) for half in (0, 0.5)]
-    x = start = runner.noise.initial(rows.seed, rows.position, head.channels, index)
-    for calls, own_head, by_call in modulated(head, z, [TIME_FACTOR * t for t in times], runner.precision):
-        for call, modulations in zip(calls, by_call):
-            out, _ = evaluate(own_head, x, modulations, rows.scale)
-            velocity = (out - x) / (1 - times[call]) if head.binary else out  # BitDance predicts the clean token
-            if call % 2 == 0:  # at the step's start: go to its middle
-                start, x = x, x + dt / 2 * velocity
-            else:
-                x = start + dt * velocity
-    calls = np.full(len(x), len(times))
-    return Denoised(x, calls, len(times), evaluations=calls * len(z))
-
-
-DENOISER = Denoiser(denoise, "heuristic", options=(STEPS,), mixed=("cfg", "cfg_schedule", "temperature"))
-cspd.register(drawing("midpoint", "solves the head's chain by the midpoint rule", {}, DENOISER))
+    dt = 1 / head_steps
+    calls = chain.calls_at([(step + half) * dt for step in range(head_steps) for half in (0, 0.5)])
+    x = chain.start()
+    for start, middle in zip(calls[::2], calls[1::2]):
+        halfway = x + dt / 2 * chain.velocity(x, start, chain.evaluate(x, start))
+        x = x + dt * chain.velocity(halfway, middle, chain.evaluate(halfway, middle))
+    return x

@@ -13,14 +13,13 @@ import torch
 from cspd.causal.models import Causal
 from cspd.causal.registry import Autoencoder
 from cspd.causal.runner import CausalRunner, bytes_per_slot
-from cspd.causal.solvers import EULER, HEUN
+from cspd.continuous.denoisers import DENOISERS
+from cspd.continuous.rows import BASELINE, Denoiser, run_plain_round
+from cspd.continuous.tuning import SEARCHED, SEARCHED_WINDOWS, Tuning
 from cspd.device import Precision, check_fits
 from cspd.graphs import Graphs
-from cspd.heads import calibrated, solvers, speculative  # noqa: F401
-from cspd.heads.chain import ANCESTRAL_MIXED, DENOISERS, Denoiser, run_plain_round
-from cspd.heads.speculative import VERIFICATION
-from cspd.heads.tuning import SEARCHED, SEARCHED_WINDOWS, Tuning
-from cspd.method import Method, register_family
+from cspd.heads.samplers import FLOW, SAMPLERS, Sampler, for_users_samplers
+from cspd.method import Method, register, register_family
 from cspd.models import NO_NAMES, ClassNames
 from cspd.request import Sequence, Stopwatch
 
@@ -56,14 +55,13 @@ def drawing(name: str, summary: str, papers: dict[str, str], denoiser: Denoiser)
 
 
 # MAR's chains may begin at a later timestep than the first; here there is no such choice
-ANCESTRAL = Denoiser(DENOISERS["ancestral"].denoise, "exact", mixed=ANCESTRAL_MIXED)
+ANCESTRAL = replace(BASELINE, mixed=DENOISERS["ancestral"].mixed)
 AR = drawing("ar", "baseline sampling: every token takes all steps of the head's chain", PAPERS, ANCESTRAL)
-SPECULATION = DENOISERS["speculative"]
 SPECULATIVE = drawing(
     "speculative",
     "speculates on the diffusion head's own denoising chain; no draft model",
     {"2501.05370": "Accelerated Diffusion Models via Speculative Sampling"},
-    replace(SPECULATION, options=(*SPECULATION.options, VERIFICATION)),
+    replace(DENOISERS["speculative"], options=SAMPLERS["speculative"].options),
 )
 CALIBRATED = drawing(
     "calibrated",
@@ -78,8 +76,8 @@ DISA = drawing(
     DENOISERS["annealed"],
 )
 SOLVER_PAPERS = {"2011.13456": "Score-Based Generative Modeling through Stochastic Differential Equations"}
-EULER_METHOD = drawing("euler", "solves the head's chain deterministically, first order", SOLVER_PAPERS, EULER)
-HEUN_METHOD = drawing("heun", "solves the head's chain deterministically, second order", SOLVER_PAPERS, HEUN)
+EULER = drawing("euler", "solves the head's chain deterministically, first order", SOLVER_PAPERS, DENOISERS["euler"])
+HEUN = drawing("heun", "solves the head's chain deterministically, second order", SOLVER_PAPERS, DENOISERS["heun"])
 
 
 @dataclass(frozen=True)
@@ -147,10 +145,19 @@ class CausalModels:
 
 register_family(
     CausalModels.family,
-    [AR, SPECULATIVE, CALIBRATED, DISA, EULER_METHOD, HEUN_METHOD],
+    [AR, SPECULATIVE, CALIBRATED, DISA, EULER, HEUN],
     searched=f"""
         ar speculative disa {SEARCHED}
         euler:head_calls=16 euler:head_calls=25 euler:head_calls=50 heun:head_calls=15 heun:head_calls=25
     """,
     windows=SEARCHED_WINDOWS + "speculative:window=16:verification=block speculative:window=24:verification=block",
 )
+
+
+def add_method(sampler: Sampler) -> None:
+    """Makes a method of a user's sampler."""
+    if sampler.of in (None, FLOW):
+        register(drawing(sampler.name, sampler.summary, {}, DENOISERS[sampler.name]))
+
+
+for_users_samplers(add_method)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cspd.heads.chain import LEAST_TO_GO, EulerMaruyama, euler_maruyama
 from cspd.transformer import CacheView, RMSNorm, rotate
 from mar.head import LAYER_NORM_EPS, Modulations, TimestepEmbedder
 
@@ -272,17 +273,10 @@ def _rotary_table(config: CausalConfig, device: torch.device) -> Tensor:
     return torch.cat([before, by_patch]).to(device)
 
 
-# The head's chain: an Euler-Maruyama scheme of a stochastic differential equation.
-#
-# x = t x_1 + (1 - t) noise, from t = 0 to 1. With the velocity v the score is (t v - x) / (1 - t), so a step of dt has
-#
-#     mean = x + ((1 + t) v - x) dt,    sigma = sqrt(2 (1 - t) dt),
-#
-# up to t = 1 - h. The last step, of h, is x + v h and adds no noise. SphereAR's head gives v; BitDance's gives x_1, and
-# v = (x_1 - x) / max(1 - t, 0.05). Either way the mean is linear in x and in the head's output.
+# The head's chain: an Euler-Maruyama scheme (`cspd.heads.chain`). SphereAR's head gives the velocity; BitDance's gives
+# the clean token.
 
 LAST_STEP = {False: 0.04, True: 0.05}  # h, by `CausalConfig.binary`
-LEAST_TO_GO = 0.05
 TIME_FACTOR = 1000  # of t in the head's embedding
 
 
@@ -298,43 +292,10 @@ def times(num_steps: int, binary: bool) -> tuple[np.ndarray, np.ndarray]:
     return t, np.append(dt, last)
 
 
-@dataclass(frozen=True, eq=False)
-class EulerMaruyama:
-    """The chain of T noisy steps and the last one, as `cspd.heads.chain.Schedule` describes it."""
-
-    timestep_map: np.ndarray
-    mean_x: np.ndarray
-    mean_eps: np.ndarray
-    log_sigma_base: np.ndarray
-    log_sigma_slope: np.ndarray
-    held_x: np.ndarray
-    held_eps: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.timestep_map)
-
-
 @functools.cache  # forever, as `mar.head.schedule`
-def euler_maruyama(num_steps: int, binary: bool) -> EulerMaruyama:
-    """The chain of `num_steps` noisy steps; binary: as in `CausalConfig`. Step 0 is the last one."""
-    t, dt = (values[::-1].astype(np.float64) for values in times(num_steps, binary))
-    of_x, of_v = 1 - dt, (1 + t) * dt
-    of_x[0], of_v[0] = 1.0, dt[0]
-    ones = np.ones(num_steps + 1)
-    if binary:
-        to_go = np.maximum(1 - t, LEAST_TO_GO)
-        mean_x, mean_out, held = of_x - of_v / to_go, of_v / to_go, (0 * ones, ones)
-    else:
-        mean_x, mean_out, held = of_x, of_v, (ones, 1 - t)  # x_1 = x + (1 - t) v
-    return EulerMaruyama(
-        timestep_map=TIME_FACTOR * t,
-        mean_x=mean_x,
-        mean_eps=mean_out,
-        log_sigma_base=0.5 * np.log(2 * (1 - t) * dt),
-        log_sigma_slope=0 * ones,
-        held_x=held[0],
-        held_eps=held[1],
-    )
+def head_chain(num_steps: int, binary: bool) -> EulerMaruyama:
+    """The chain of `num_steps` noisy steps and the last one, which adds no noise; binary: as in `CausalConfig`."""
+    return euler_maruyama(*times(num_steps, binary), clean=binary, time_factor=TIME_FACTOR)
 
 
 # The head: a residual MLP, or with patches a transformer over a patch's cells, modulated by time and condition.
@@ -449,7 +410,7 @@ class DiffHead(nn.Module):
 
     def schedule(self, num_steps: int, first_timestep: int | None = None) -> EulerMaruyama:
         """The chain of `num_steps` noisy steps and the last one."""
-        return euler_maruyama(num_steps, self.binary)
+        return head_chain(num_steps, self.binary)
 
     def modulations(self, t_embed: Tensor, c_embed: Tensor) -> list[Tensor]:
         """(1 + scale, shift, gate) of the blocks, which share them, and (1 + scale, shift) of the last layer.

@@ -16,9 +16,9 @@ from torch import Tensor
 from cspd import noise as philox_noise
 from cspd.causal.models import Causal, guidance_scale, sample_published
 from cspd.causal.registry import Autoencoder, defaults_of
+from cspd.continuous.rows import BASELINE, Rows, without_lost_noise
 from cspd.device import Precision, send, send_integers
 from cspd.graphs import Graphs
-from cspd.heads.chain import Rows, denoise_ancestral, without_lost_noise
 from cspd.method import Method, complete, with_tokens
 from cspd.option import CAUSAL_OPTIONS
 from cspd.request import Inpainting, Request, Sequence, decoded, to_unit
@@ -48,7 +48,7 @@ class CausalRunner:
     Args:
         target: the model. num_slots: sequences in flight at most. device, precision: where and how it computes.
         noise: the source of randomness: a namespace with the functions of `cspd.noise`.
-        vae: the autoencoder, for images. tuning: a `cspd.heads.tuning.Tuning`.
+        vae: the autoencoder, for images. tuning: a `cspd.continuous.tuning.Tuning`.
         graphs: captures and replays work of fixed shape; by default nothing is captured.
 
     Attributes:
@@ -283,10 +283,10 @@ class CausalRunner:
             return
         own = rows.at(np.pad(fresh, (0, filled(len(fresh)) - len(fresh)), "edge"))
         own = replace(own, position=torch.full_like(own.position, self.seq_len))
-        made = denoise_ancestral(self, "target", own, z[1:, own.sequence])  # type: ignore[arg-type]
+        made = BASELINE.denoise(self, "target", own, z[1:, own.sequence])  # type: ignore[arg-type]
         self.null_first[own.slot] = made.tokens
         for i in fresh:
-            rows.sequences[i].stats.head_calls += int(made.head_calls)
+            rows.sequences[i].stats.head_calls += int(made.calls[0])
             rows.sequences[i].stats.head_evaluations += int(made.evaluations[0])
 
     def num_masked(self, request: Request) -> np.ndarray:

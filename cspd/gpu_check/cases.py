@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from cspd import kernels
 from cspd import noise as philox_noise
 from cspd.checkpoints import load
+from cspd.continuous.tuning import measure
 from cspd.device import POLICIES, Precision, describe, free_bytes, peak_bytes, reset_peak, seconds_of, synchronize
 from cspd.discrete.family import VQModels
 from cspd.discrete.gpt import GPT, Eagle
@@ -43,11 +44,11 @@ from cspd.gpu_check.measure import (
 from cspd.gpu_check.run import Cases, Part
 from cspd.gpu_check.sizes import MODES, STEPS, Setting, Settings
 from cspd.graphs import Graphs
-from cspd.heads import calibrated, chain
-from cspd.heads.calibrated import HEAD_CALLS
+from cspd.heads.calibrated import HEAD_CALLS, follow
 from cspd.heads.calibration import WINDOWS, Calibration, draft_table
+from cspd.heads.chain import Chain, Inputs
+from cspd.heads.samplers import ancestral
 from cspd.heads.speculative import Chains
-from cspd.heads.tuning import measure
 from cspd.masked.backbones import kind
 from cspd.masked.family import MARModels
 from cspd.method import METHODS, PUBLISHED, find, parse_method
@@ -400,8 +401,8 @@ def _inputs(device: torch.device) -> tuple[Head, Tensor, Tensor, Tensor]:
 def ar_tokens(device: torch.device) -> Tensor:
     """A full chain of a few steps."""
     head, z, ones, numbers = _inputs(device)
-    draw = chain.drawing(head, philox_noise, head.schedule(6, 950), Precision("fp32", device))
-    return draw(z, ones, ones, numbers, numbers)
+    inputs = Inputs(z, ones, ones, numbers, numbers)
+    return ancestral(Chain(head, head.schedule(6, 950), inputs, philox_noise, Precision("fp32", device)))
 
 
 def calibrated_tokens(device: torch.device) -> Tensor:
@@ -409,8 +410,8 @@ def calibrated_tokens(device: torch.device) -> Tensor:
     engine = bundled("MAR", 1, device)
     request = engine.resolve(Request(0, method="calibrated"))
     segments = engine.runner.tuning.calibrations["target"].segments(request)
-    draw = calibrated.drawing(head, philox_noise, segments, head.schedule(STEPS), Precision("fp32", device))
-    return draw(z, ones, ones, numbers, numbers)
+    inputs = Inputs(z, ones, ones, numbers, numbers)
+    return follow(Chain(head, head.schedule(STEPS), inputs, philox_noise, Precision("fp32", device)), segments)
 
 
 def speculative_tokens(device: torch.device) -> Tensor:

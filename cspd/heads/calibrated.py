@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import Annotated, NamedTuple, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cspd import kernels, noise
+from cspd import kernels
 from cspd.device import Precision
 from cspd.heads.calibration import (
     LARGEST,
@@ -27,29 +25,24 @@ from cspd.heads.calibration import (
     ratio_over_images,
 )
 from cspd.heads.chain import (
-    ContinuousRunner,
-    Denoised,
-    Draw,
-    Measured,
-    Rows,
+    Chain,
+    Inputs,
+    Observer,
+    Prediction,
     Schedule,
-    Steps,
-    ancestral_advice,
-    by_row,
-    chain_steps,
-    denoiser,
     evaluate,
     is_full_call,
-    modulated,
     modulation_size,
     on_device,
+    steering,
     table_bytes,
 )
+from cspd.heads.samplers import sampler
 from cspd.heads.verify import divergence
-from cspd.option import Option, check_integer
-from cspd.request import Request
-from cspd.terminal import Advance, no_advance
+from cspd.option import option
 from mar.head import TRAIN_STEPS, Head
+
+Advance = Callable[[float], None]  # is called with each share of some work, 1 in all
 
 # The steps at which the head is called, and the segments between two calls.
 #
@@ -185,13 +178,14 @@ class Segment(NamedTuple):
     """The steps k = a .. b + 1 from a head call at x_a to the next call at x_b.
 
     Attributes:
-        first: a. steps: int64 [n], the k.
+        call: counts the calls from 0. first: a. steps: int64 [n], the k.
         base, slope: float32 [n, 1, 1], log sigma_k = base_k + slope_k v_a, without temperature.
         mix: float32 [n + 1, 2 + n], the weights on x_a, eps_a and the noise sigma_k eps_k of each step that give the
             state before each step and, last, x_b. Step 0 adds no noise.
         is_full: whether the call evaluates the unconditional branch too.
     """
 
+    call: int
     first: int
     steps: Tensor
     base: Tensor
@@ -221,6 +215,7 @@ def make_segments(
         mix, base, slope = _tables(k, s, predictor)
         mix[-1, :2] += corrections[i]
         segment = Segment(
+            call=i,
             first=a,
             steps=torch.as_tensor(k, device=device),
             base=torch.as_tensor(base, dtype=torch.float32, device=device).view(-1, 1, 1),
@@ -250,102 +245,46 @@ def _tables(k: np.ndarray, s: Schedule, predictor: Predictor) -> tuple[np.ndarra
 
 # Chains that call the head only at the steps of a plan, and how far their paths are from the full chain's.
 
-# called after each head call with (the segment's index, sources [2 + n, R, d] that `Segment.mix` weights, v [R, d]);
-# may return the next state in place of the predicted one
-Visit = Callable[[int, Tensor, Tensor], Tensor | None]
 
+def follow(chain: Chain, segments: Sequence[Segment]) -> Tensor:
+    """Tokens [R, d] by one head call per segment, with the chain's own noise.
 
-def sample(
-    head: Head,
-    z: Tensor,
-    scale: Tensor,
-    temperature: Tensor,
-    x: Tensor,
-    noise: Callable[[Tensor], Tensor],
-    segments: list[Segment],
-    s: Schedule,
-    precision: Precision,
-    visit: Visit | None = None,
-) -> Tensor:
-    """Tokens [R, d] by one head call per segment, the first in float32; other arguments as in `chain.ancestral`.
-
-    A call without the unconditional branch reuses the last difference between the two branches' predictions.
+    A call without the unconditional branch reuses the last difference between the branches' predictions.
     """
-    steps = chain_steps(s, z.device)
-    return follow(head, z, scale, temperature, x, noise(steps.t), steps, segments, precision, visit)
-
-
-def follow(
-    head: Head,
-    z: Tensor,
-    scale: Tensor,
-    temperature: Tensor,
-    x: Tensor,
-    eps_t: Tensor,
-    steps: Steps,
-    segments: list[Segment],
-    precision: Precision,
-    visit: Visit | None,
-) -> Tensor:
-    """`sample` with noise eps_t [T, R, d] drawn in advance, in the order of the steps."""
-    last = len(eps_t) - 1
-    timesteps = [steps.timesteps[last - segment.first] for segment in segments]
-    branches = [len(z) if segment.is_full else 1 for segment in segments]
-    by_segment = eps_t.split([len(segment.steps) for segment in segments])
-    difference = None
-    for calls, own_head, by_call in modulated(head, z, timesteps, precision, branches):
-        with precision.full() if calls[0] == 0 else precision.fast():
-            for i, modulations in zip(calls, by_call):
-                out = own_head.denoise(x, modulations)
-                if visit is None and kernels.available(x.device):
-                    x, difference = _step_by_kernel(segments[i], x, out, by_segment[i], scale, temperature, difference)
-                    continue
-                eps, v = out.float().chunk(2, dim=-1)
-                if len(eps) == 2:
-                    difference = (scale - 1) * (eps[0] - eps[1])
-                guided = eps[0] if difference is None else eps[0] + difference
-                sources = _sources(segments[i], x, guided, v[0], temperature, by_segment[i])
-                following = visit(i, sources, v[0]) if visit else None
-                x = weighted(segments[i].mix[-1], sources) if following is None else following
-        del by_call, modulations  # they are large
+    first = len(chain) - 1
+    calls = [(chain.steps[first - segment.first], segment.is_full) for segment in segments]
+    chain.expect(calls)
+    x, difference = chain.start(), None
+    by_segment = chain.eps.split([len(segment.steps) for segment in segments])
+    for (step, is_full), segment, noise in zip(calls, segments, by_segment):
+        out = chain.evaluate(x, step, guided=is_full)
+        x, difference = skip(chain, segment, x, out, noise, difference)
     return x
 
 
-def drawing(
-    head: Head,
-    noise: types.ModuleType,
-    segments: list[Segment],
-    s: Schedule,
-    precision: Precision,
-    *,
-    index: int = 0,
-    visit: Visit | None = None,
-) -> Draw:
-    """The whole chain as a function of tensors; arguments as in `chain.drawing` and `sample`."""
-    steps = chain_steps(s, precision.device)
-
-    def draw(z: Tensor, scale: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-        x = noise.initial(seed, position, head.channels, index)
-        eps_t = noise.steps(seed, position, steps.t, head.channels, index)
-        return follow(head, z, scale, temperature, x, eps_t, steps, segments, precision, visit)
-
-    return draw
-
-
-def _step_by_kernel(
-    segment: Segment,
-    x: Tensor,
-    out: Tensor,
-    noise: Tensor,
-    scale: Tensor,
-    temperature: Tensor,
-    difference: Tensor | None,
+def skip(
+    chain: Chain, segment: Segment, x: Tensor, out: Prediction, noise: Tensor, difference: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """(the state after a segment, the difference between the branches' predictions), as `follow` computes them."""
-    from cspd.kernels.head import segment_step
+    """The state after a segment that begins at x, and the difference that guidance makes to the prediction.
 
-    columns = segment.base, segment.slope, segment.mix[-1]
-    return segment_step(x, out, noise, scale, temperature, difference, *columns)
+    Args:
+        noise: [n, R, d], of the segment's steps. difference: at the last call that evaluated all branches.
+    """
+    _, scale, temperature, *_ = chain.inputs
+    if not chain.observers and len(out.raw) < 3 and kernels.available(x.device):
+        from cspd.kernels.head import segment_step
+
+        columns = segment.base, segment.slope, segment.mix[-1]
+        return segment_step(x, out.raw, noise, scale, temperature, difference, *columns)
+    eps, v = out.raw.float().chunk(2, dim=-1)
+    if len(eps) > 1:
+        difference = steering(eps, scale)
+    guided = eps[0] if difference is None else eps[0] + difference
+    sources = _sources(segment, x, guided, v[0], temperature, noise)
+    following = None
+    for observer in chain.observers:
+        following = observer.skipped(chain, segment, sources, v[0])
+    return (weighted(segment.mix[-1], sources) if following is None else following), difference
 
 
 def _sources(segment: Segment, x: Tensor, eps: Tensor, v: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
@@ -360,15 +299,16 @@ def weighted(weights: Tensor, sources: Tensor) -> Tensor:
 
 
 @final
-class Audit:
-    """Measures KL(q || p) in nats, where q is the path distribution of `sample` and p the full chain's.
+class Audit(Observer):
+    """Measures KL(q || p) in nats, where q is the path distribution of `follow` and p the full chain's.
 
     By the chain rule it is the sum over the steps of the divergence of their Gaussians at the states that q visits. The
     head is evaluated at the `chosen` states, each chosen with probability `rate`, so the sum divided by `rate` is
     unbiased. Steps whose call evaluated both branches are p's own. Each segment waits for the device once.
 
     Args:
-        chosen: bool [R, T], the chosen steps of each row. Other arguments as in `sample`.
+        head, inputs, s, precision: of the chain. chosen: bool [R, T], the chosen steps of each row.
+        after_each: called after each segment.
 
     Attributes:
         total: float32 [R], the sums divided by `rate`.
@@ -377,18 +317,16 @@ class Audit:
     def __init__(
         self,
         head: Head,
-        z: Tensor,
-        scale: Tensor,
-        temperature: Tensor,
-        segments: list[Segment],
+        inputs: Inputs,
         s: Schedule,
         precision: Precision,
         chosen: Tensor,
         rate: float,
+        after_each: Callable[[], None] = lambda: None,
     ) -> None:
-        self.head, self.scale, self.log_temperature = head, scale, temperature.log()
-        self.segments, self.precision = segments, precision
-        self.chosen, self.rate = chosen, rate
+        z, self.scale, temperature, *_ = inputs
+        self.head, self.precision, self.log_temperature = head, precision, temperature.log()
+        self.chosen, self.rate, self.after_each = chosen, rate, after_each
         self._columns = _columns(s, z.device)
         with precision.full():
             self._c_embed = head.cond_embed(z)
@@ -396,9 +334,8 @@ class Audit:
             self._t_embed = head.time_embed(on_device(timesteps, z.device))
         self.total = torch.zeros(len(chosen), device=z.device)
 
-    def __call__(self, i: int, sources: Tensor, v: Tensor) -> None:
+    def skipped(self, chain: Chain, segment: Segment, sources: Tensor, v: Tensor) -> None:
         """Adds the divergence of a segment's chosen steps."""
-        segment = self.segments[i]
         is_skipped = segment.steps > 0
         is_skipped[0] &= not segment.is_full
         rows, indices = (self.chosen[:, segment.steps] & is_skipped).nonzero().unbind(1)
@@ -411,6 +348,7 @@ class Audit:
             q, x = self._predicted(segment, sources, v, some_rows, some_indices)
             p = self._evaluated(segment.steps[some_indices], x, some_rows)
             self.total.index_add_(0, some_rows, divergence(q, p) / self.rate)
+        self.after_each()
 
     def _predicted(self, segment: Segment, sources: Tensor, v: Tensor, rows: Tensor, indices: Tensor) -> tuple:
         """The predicted Gaussians q of rows [m] at step indices [m] of a segment, and the states [m, d] before them."""
@@ -512,7 +450,7 @@ def fit_shortcut(
     steps: tuple[int, ...],
     null_every: int,
     precision: Precision,
-    advance: Advance = no_advance,
+    advance: Advance = lambda share: None,
 ) -> Shortcut:
     """Corrects the segments of a plan on chains that follow them, and measures held-out tokens.
 
@@ -540,13 +478,13 @@ def fit_shortcut(
     if not squares.isfinite().all():
         raise ValueError(f"head_calls={len(steps)}: these tokens are not finite; give more head calls")
     variances = (reported.tokens - reported.tokens.mean(0)).square().mean(1)
-    squared, squared_error = ratio_over_images(squares, variances, reported.seed)
+    squared, squared_error = ratio_over_images(squares, variances, reported.image)
     difference = squared**0.5
     of_token = (squares / variances.mean()).sqrt()
     worst = torch.stack([of_token.quantile(0.99).squeeze(), of_token.max()])
     audited = reported.some(TRACE_TOKENS)  # an audit of all steps takes most of the time
     divergences = _divergences(head, audited, segments, s, precision, advance)
-    divergence, divergence_error = ratio_over_images(divergences, torch.ones_like(divergences), audited.seed)
+    divergence, divergence_error = ratio_over_images(divergences, torch.ones_like(divergences), audited.image)
     return Shortcut(
         steps=np.array(steps, np.int16),
         corrections=corrections,
@@ -571,53 +509,49 @@ def _divergences(
     segments: list[Segment],
     s: Schedule,
     precision: Precision,
-    advance: Advance = no_advance,
+    advance: Advance = lambda share: None,
 ) -> Tensor:
     """KL(q || p) [N] of each token's path; most of the work of a fit. Infinite without noise."""
     if not (chains.temperature > 0).all():
         return torch.full_like(chains.temperature[:, 0], math.inf)
-    everywhere = torch.ones(len(chains.seed), len(chains.x), dtype=torch.bool, device=chains.x.device)
-    audit = Audit(head, chains.z, chains.scale, chains.temperature, segments, s, precision, everywhere, rate=1.0)
-
-    def look(i: int, sources: Tensor, v: Tensor) -> None:
-        audit(i, sources, v)
-        advance(1 / len(segments))
-
-    _run(head, chains, segments, s, precision, look)
+    everywhere = torch.ones(len(chains.image), len(chains.x), dtype=torch.bool, device=chains.x.device)
+    after_each = functools.partial(advance, 1 / len(segments))
+    audit = Audit(head, chains.inputs, s, precision, everywhere, 1.0, after_each)
+    _run(head, chains, segments, s, precision, audit)
     return audit.total.nan_to_num(math.inf, posinf=math.inf)
 
 
-def _corrections(head: Head, chains: Trace, segments: list[Segment], s: Schedule, precision: Precision) -> np.ndarray:
-    """Corrections float32 [N, 2], see `Shortcut`: each is fitted on chains that use the corrections before it."""
-    corrections = torch.zeros(len(segments), 2, dtype=torch.float64)
+class _Correct(Observer):
+    """Fits corrections float64 [N, 2], see `Shortcut`, each on chains that use the corrections before it."""
 
-    def correct(i: int, sources: Tensor, v: Tensor) -> Tensor | None:
+    def __init__(self, chains: Trace, segments: list[Segment]) -> None:
+        self.chains, self.segments = chains, segments
+        self.corrections = torch.zeros(len(segments), 2, dtype=torch.float64)
+
+    def skipped(self, chain: Chain, segment: Segment, sources: Tensor, v: Tensor) -> Tensor | None:
         # not after the first call, whose gain is too high, nor after a segment that skips no step
-        if i == 0 or len(segments[i].steps) == 1:
+        i = segment.call
+        if i == 0 or len(segment.steps) == 1:
             return None
-        predicted = weighted(segments[i].mix[-1], sources)
-        wanted = chains.x[segments[i + 1].steps[0]]
-        corrections[i] = _least_squares(sources[:2], wanted - predicted)
-        return predicted + weighted(corrections[i].to(predicted), sources[:2])
+        predicted = weighted(segment.mix[-1], sources)
+        wanted = self.chains.x[self.segments[i + 1].steps[0]]
+        self.corrections[i] = _least_squares(sources[:2], wanted - predicted)
+        return predicted + weighted(self.corrections[i].to(predicted), sources[:2])
 
+
+def _corrections(head: Head, chains: Trace, segments: list[Segment], s: Schedule, precision: Precision) -> np.ndarray:
+    """Corrections float32 [N, 2], see `Shortcut`."""
+    correct = _Correct(chains, segments)
     _run(head, chains, segments, s, precision, correct)
-    return corrections.float().numpy()
+    return correct.corrections.float().numpy()
 
 
 def _run(
-    head: Head,
-    chains: Trace,
-    segments: list[Segment],
-    s: Schedule,
-    precision: Precision,
-    visit: Visit | None = None,
+    head: Head, chains: Trace, segments: list[Segment], s: Schedule, precision: Precision, *observers: Observer
 ) -> Tensor:
     """Tokens from the z and the noise of a trace."""
-    channels = chains.tokens.shape[1]
-    x = noise.initial(chains.seed, chains.position, channels)
-    eps_of = lambda t: noise.steps(chains.seed, chains.position, t, channels)  # noqa: E731
-    rows = chains.z, chains.scale, chains.temperature
-    return sample(head, *rows, x, eps_of, segments, s, precision, visit)
+    with precision.fast():
+        return follow(Chain(head, s, chains.inputs, chains, precision, observers=observers), segments)
 
 
 def _least_squares(features: Tensor, wanted: Tensor) -> Tensor:
@@ -637,147 +571,45 @@ def _least_squares(features: Tensor, wanted: Tensor) -> Tensor:
 # on held-out tokens when the prediction is fitted, and with `audit` on the tokens of the run itself.
 
 HEAD_CALLS = 10
-LEAST_AUDIT = 1e-4  # with less, most images have no audited step and would seem to have no error
-REMEDY = "give num_sampling_steps=100, which takes no more head calls"  # if the chain itself is short
-OPTIONS = (
-    Option(
-        "head_calls",
+
+
+@sampler("calibrated", "measured", fit=True)
+def calibrated(
+    chain: Chain,
+    head_calls: Annotated[
+        int | None,
+        option(
+            f"head calls per token; fewer are faster and less exact (default: {HEAD_CALLS})",
+            low=2,
+            high=TRAIN_STEPS,
+            metavar="N",
+        ),
+    ] = None,
+    divergence: Annotated[
+        float | None,
+        option(
+            "in place of head_calls: the fewest calls with a predicted divergence of at most D nats per token",
+            above=0,
+            metavar="D",
+        ),
+    ] = None,
+    null_every: Annotated[
         int,
-        f"head calls per token; fewer are faster and less exact (default: {HEAD_CALLS})",
-        low=2,
-        high=TRAIN_STEPS,
-        metavar="N",
-    ),
-    Option(
-        "divergence",
-        float,
-        "in place of head_calls: the fewest calls with a predicted divergence of at most D nats per token",
-        above=0,
-        metavar="D",
-    ),
-    Option(
-        "null_every",
-        int,
-        "evaluate the unconditional branch only at every N-th head call; the calls between reuse its last difference",
-        default=2,
-        low=1,
-        high=TRAIN_STEPS,
-        metavar="N",
-    ),
-    Option(
-        "corrected",
+        option(
+            "evaluate the unconditional branch only at every N-th head call; the calls between reuse its last"
+            " difference",
+            low=1,
+            high=TRAIN_STEPS,
+            metavar="N",
+        ),
+    ] = 2,
+    corrected: Annotated[
         bool,
-        "fit the state after skipped steps again to the full chain's: nearer tokens, but a larger divergence",
-        default=True,
-        implied=True,
-    ),
-    Option(
-        "audit",
-        float,
-        "share of the skipped steps at which the head is evaluated after all, to measure this run's divergence",
-        default=0.0,
-        implied=True,
-        high=1,
-        metavar="FRACTION",
-    ),
-)
-
-
-def check(request: Request, runner: ContinuousRunner) -> None:
-    """Raises ValueError if the calls do not fit the steps, or an option needs temperature > 0."""
-    if request.head_calls is not None:
-        most = request.num_sampling_steps
-        check_integer("head_calls", request.head_calls, 2, most, f"a chain has {most} steps")
-    if 0 < (request.audit or 0) < LEAST_AUDIT:
-        raise ValueError(f"audit={request.audit} measures too few steps: give 0, or {LEAST_AUDIT}..1")
-    for name in ("divergence", "audit"):
-        if getattr(request, name) and request.temperature == 0:
-            raise ValueError(f"{name}={getattr(request, name)} needs temperature > 0: without noise nothing diverges")
-
-
-def resolve(request: Request, runner: ContinuousRunner) -> Request:
-    """The request with its number of head calls.
-
-    Raises ValueError if there is no such plan, its predicted divergence is above `divergence`, or the chains that it
-    is fitted to are not finite.
-    """
-    calls, most = request.head_calls, request.divergence
-    if calls is None and most is None:
-        calls = min(HEAD_CALLS, request.num_sampling_steps)
-    calibrations = runner.tuning.calibrations["target"]
-    is_corrected = request.corrected is not False
-    kinds = (Predictor, Shortcut) if is_corrected else (Predictor,)
-    with calibrations.fitting(request.but(head_calls=calls), *kinds):
-        plan = calibrations.plan(request, calls, most if calls is None else None)
-        if most is not None and plan.cost > most:
-            predicted = f"head_calls={calls} has a predicted divergence of {plan.cost:.3g} nats per token"
-            raise ValueError(f"{predicted}, above divergence={most}: give only one of head_calls and divergence")
-        request = request.but(head_calls=len(plan.steps))
-        if is_corrected:
-            calibrations.shortcut(request)  # so that no round has to wait for the fit
-    if request.chains and is_corrected:  # CSpD's, of both models
-        runner.tuning.calibrations["draft"].shortcut(request)
-    return request
-
-
-def at_hand(request: Request, runner: ContinuousRunner) -> tuple[Request, float] | None:
-    """A checked request with the usual number of head calls, and its `Shortcut.difference`; None if it needs a fit."""
-    calibrations = runner.tuning.calibrations["target"]
-    usual = request.but(head_calls=min(HEAD_CALLS, request.num_sampling_steps))
-    shortcut = calibrations.find(usual, Shortcut) if calibrations.find(usual, Predictor) else None
-    return None if shortcut is None else (usual, shortcut.difference.item())
-
-
-class _Fitted:
-    """The segments of a model's plan and the values that were measured of it, shared by sequences of equal settings."""
-
-    def __init__(self, runner: ContinuousRunner, model: str, request: Request) -> None:
-        calibrations = runner.tuning.calibrations[model]
-        self.segments = calibrations.segments(request)
-        self.measured = {} if request.corrected is False else calibrations.shortcut(request).measured()
-        self.num_full = sum(segment.is_full for segment in self.segments)
-
-
-@denoiser(
-    "calibrated",
-    "measured",
-    options=OPTIONS,
-    needs="calibration",
-    check=check,
-    resolve=resolve,
-    advice=functools.partial(ancestral_advice, remedy=REMEDY),
-)
-def denoise(
-    runner: ContinuousRunner, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False
-) -> Denoised:
-    """Draws every token by N head calls; arguments as in `cspd.heads.chain`. An audit's calls are not counted."""
-    request = rows.sequences[0].request
-    kind = rows.sequences[0].key
-    round_state = runner.round_state[kind]
-    if ("calibrated", model) not in round_state:
-        round_state["calibrated", model] = _Fitted(runner, model, request)
-    fitted: _Fitted = round_state["calibrated", model]
-    head, segments = runner.models[model].head, fitted.segments
-    s = head.schedule(request.num_sampling_steps)
-    log_sigmas: list[Tensor] = []
-
-    def keep_sigma(i: int, sources: Tensor, v: Tensor) -> None:
-        log_sigma = torch.addcmul(segments[i].base, segments[i].slope, v) + rows.temperature.log()
-        log_sigmas.append(log_sigma if i == len(segments) - 1 else log_sigma.sum((0, 2)))
-
-    audit = None
-    if request.audit:
-        accept_uniforms = runner.noise.step_accept_uniforms(rows.seed, rows.position, len(s))
-        chosen = accept_uniforms < request.audit
-        audit = Audit(head, z, rows.scale, rows.temperature, segments, s, runner.precision, chosen, request.audit)
-    visit = keep_sigma if densities else audit
-    draw = drawing(head, runner.noise, segments, s, runner.precision, index=index, visit=visit)
-    tokens = by_row(runner, None if visit else ("calibrated", model, kind, index), draw, rows, z)
-    calls = np.full(len(tokens), len(segments))
-    evaluations = calls + fitted.num_full * (len(z) - 1)
-    measured = Measured(fitted.measured, audit and audit.total)
-    denoised = Denoised(tokens, calls, len(segments), evaluations, measured=measured)
-    if not densities:
-        return denoised
-    *path, last = log_sigmas
-    return dataclasses.replace(denoised, log_sigma=torch.stack(path).sum(0), log_sigma_last=last.squeeze(0))
+        option(
+            "fit the state after skipped steps again to the full chain's: nearer tokens, but a larger divergence",
+            implied=True,
+        ),
+    ] = True,
+) -> Tensor:
+    """Evaluates the head at N of the T steps and predicts the others with a fitted linear model; same noise as ar."""
+    return follow(chain, chain.fitted.segments(head_calls, divergence, null_every, corrected))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,10 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.device import Precision
-from cspd.heads.chain import ContinuousRunner, Denoised, MakeRunner, Rows, Schedule, denoise_ancestral, run_plain_round
-from cspd.request import Request, Sequence, Stopwatch
-from cspd.terminal import Advance, no_advance
+from cspd.heads.chain import Chain, Inputs, Observer, Prediction, Schedule, Step
 
 # The drafts of speculative denoising: linear predictors of the head's output, fitted once per model and settings.
 #
@@ -268,14 +264,9 @@ def _simulate(accepted: Tensor) -> Tensor:
     return calls
 
 
-# Traces: chains of the model's own samples. Predictions of the head are fitted to them and measured on them.
+# Traces: exact chains. Predictions of the head are fitted to them and measured on them.
 
-TRACE_TOKENS, TRACE_ITERATIONS, TRACE_SEED = 256, 8, 2**40
-REPORTED_IMAGES, REPORTED_SEED = 16, 2**42  # images differ more than an image's tokens: a few would not show the error
-
-# The part of the images that a trace has. A fit sees the first, chooses by the second, and what is reported of it is
-# measured on the third: the smallest of several values that were measured on the same images is too small.
-SEEN, CHOOSING, REPORTED = PARTS = ("seen", "choosing", "reported")
+TRACE_TOKENS = 256
 
 
 class Trace(NamedTuple):
@@ -283,7 +274,8 @@ class Trace(NamedTuple):
 
     Attributes:
         x, eps, v: [T, N, d], the inputs, guided noise predictions and variance channels of each step. tokens: [N, d].
-        z: [G, N, D]. seed, position: int64 [N], of their noise. scale, temperature: [N, 1].
+        z: [G, N, D]. scale: [N, G - 1] or [N, 1]. temperature: [N, 1]. noise: eps_t [T, N, d] of the steps t.
+        image: int64 [N], the images that they belong to.
     """
 
     x: Tensor
@@ -291,10 +283,23 @@ class Trace(NamedTuple):
     v: Tensor
     tokens: Tensor
     z: Tensor
-    seed: Tensor
-    position: Tensor
     scale: Tensor
     temperature: Tensor
+    noise: Tensor
+    image: Tensor
+
+    @property
+    def inputs(self) -> Inputs:
+        """The tokens, to be drawn again: with the trace as the source of noise, from the same noise."""
+        return Inputs(self.z, self.scale, self.temperature, self.image, torch.zeros_like(self.image))
+
+    def initial(self, *names: Any) -> Tensor:
+        """x_T, see `cspd.noise.initial`."""
+        return self.x[-1]
+
+    def steps(self, seed: Tensor, position: Tensor, step: Tensor, *names: Any) -> Tensor:
+        """eps_t [n, N, d] of steps [n], see `cspd.noise.steps`."""
+        return self.noise[step]
 
     @property
     def chains(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -316,8 +321,8 @@ class Trace(NamedTuple):
 
     def some(self, num: int) -> Trace:
         """At most `num` of the tokens, at random: every n-th one would always be of the same few images."""
-        which = torch.randperm(len(self.seed), generator=torch.Generator().manual_seed(0))[:num].sort().values
-        which = which.to(self.seed.device)
+        which = torch.randperm(len(self.image), generator=torch.Generator().manual_seed(0))[:num].sort().values
+        which = which.to(self.image.device)
         return Trace(*(_of_tokens(values, which) for values in self))
 
 
@@ -326,69 +331,27 @@ def _of_tokens(values: Tensor, which: Tensor) -> Tensor:
     return values.index_select(max(0, values.dim() - 2), which)
 
 
-def num_traced(length: int, device: torch.device, part: str = SEEN) -> int:
-    """Images of L tokens in a part's trace.
+class Recorder(Observer):
+    """Records chains that are evaluated at every step; `rows`: only those of some rows, int64 [n]."""
 
-    Fits take at least two, or one on a CPU, where a large model would take minutes.
-    """
-    least = 1 if device.type == "cpu" else 2
-    if part == REPORTED:
-        least = REPORTED_IMAGES
-    return max(least, -(-TRACE_TOKENS // length))
+    def __init__(self, rows: Tensor | None = None) -> None:
+        self.rows: Tensor | slice = slice(None) if rows is None else rows
+        self.states: list[Tensor] = []
 
+    def evaluated(self, chain: Chain, step: Step, x: Tensor, out: Prediction) -> None:
+        self.chain = chain
+        self.states.append(torch.stack([values[self.rows] for values in (x, out.eps, out.v)]))
 
-def trace(
-    model: Any,
-    request: Request,
-    device: torch.device,
-    precision: Precision,
-    make_runner: MakeRunner,
-    part: str = SEEN,
-    advance: Advance = no_advance,
-) -> Trace:
-    """Samples the images of a part, with labels and iterations mixed; each part has other labels and seeds.
-
-    `advance` is called with each share of the work, 1 in all.
-    """
-    length, num_classes = model.config.seq_len, model.config.class_num
-    num_images = num_traced(length, device, part)
-    spread = max(1, num_classes // num_images)  # distance between labels
-    seeds = {SEEN: TRACE_SEED, CHOOSING: TRACE_SEED + num_images, REPORTED: REPORTED_SEED}
-    common = {"num_iter": min(TRACE_ITERATIONS, length), "cfg": request.cfg, "cfg_schedule": request.cfg_schedule}
-    common |= {"temperature": request.temperature, "num_sampling_steps": request.num_sampling_steps}
-    batch = []
-    for i in range(num_images):
-        label = (i * spread + PARTS.index(part)) % num_classes
-        batch.append(Sequence(Request(label, seeds[part] + i, "ar", **common), ticket=i, slot=i))
-    runner, watch = make_runner(model, num_images, device, precision), Stopwatch(device)
-    runner.admit(batch)
-    parts: list[Trace] = []
-    num_rounds = len(runner.num_masked(batch[0].request))
-    share = 1 / (num_rounds * request.num_sampling_steps)
-    denoise = functools.partial(traced, parts, lambda: advance(share))
-    for _ in range(num_rounds):
-        run_plain_round(runner, batch, watch, denoise=denoise)
-    return joined(parts)
+    def trace(self, tokens: Tensor, image: Tensor) -> Trace:
+        """The trace, on the CPU, of the chain that has ended; tokens: [R, d]. image: int64 [R]."""
+        x, eps, v = torch.stack(self.states[::-1], dim=1)  # they ran from T - 1 down to 0
+        z, *others = self.chain.inputs
+        scale, temperature, tokens, image = (values[self.rows] for values in (*others[:2], tokens, image))
+        noise = self.chain.eps.flip(0)[:, self.rows]
+        whole = Trace(x, eps, v, tokens, z[:, self.rows], scale, temperature, noise, image)
+        return whole.to(torch.device("cpu"))
 
 
 def joined(parts: Several[Trace]) -> Trace:
     """One trace of the tokens of several."""
     return Trace(*(torch.cat(of_all, dim=max(0, of_all[0].dim() - 2)) for of_all in zip(*parts)))  # over the tokens
-
-
-def traced(
-    parts: list[Trace], advance: Callable[[], None], runner: ContinuousRunner, model: str, rows: Rows, z: Tensor
-) -> Denoised:
-    """Denoises an iteration's rows, adds their chains to `parts`, and calls `advance` at each step."""
-    steps: list[Tensor] = []
-
-    def keep(t: int, x: Tensor, eps: Tensor, v: Tensor) -> None:
-        steps.append(torch.stack([x, eps, v]))
-        advance()
-
-    made = denoise_ancestral(runner, model, rows, z, trace=keep)
-    steps.reverse()  # they ran from T - 1 down to 0
-    x, eps, v = torch.stack(steps, dim=1)
-    whole = Trace(x, eps, v, made.tokens, z, rows.seed, rows.position, rows.scale, rows.temperature)
-    parts.append(whole.to(torch.device("cpu")))
-    return made

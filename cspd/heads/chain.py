@@ -1,15 +1,12 @@
-"""Samplers of the diffusion head (denoisers), the ancestral chain, and the round of baseline sampling."""
+"""A chain of Gaussian steps from noise to a token, as its samplers see it, and the diffusion head along it."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-import math
-import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Several
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,311 +14,12 @@ import torch
 from torch import Tensor
 
 from cspd import kernels
-from cspd.device import Precision, all_bytes, send, send_integers
-from cspd.graphs import compiled
-from cspd.method import ModelRunner, as_it_is, nothing_more
-from cspd.option import Option, check_integer
-from cspd.request import Request, Sequence, Stopwatch
-from mar.head import TRAIN_STEPS, Head, ReadyHead
-
-# The tokens that an iteration predicts, flat over the sequences of a batch.
-
-PER_ROW = ("sequence", "offset", "slot", "position", "seed", "scale", "temperature")  # fields of `Rows` on the device
-PER_ROW_ON_CPU = ("owner", "iteration", "num_iter")
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The tokens that a batch of sequences predicts in one iteration, flat: R rows, each sequence's rows contiguous.
-
-    Attributes:
-        sequences: the batch. committed, counts: each sequence's committed tokens and its rows here, on the CPU.
-        contexts: int64 [2, B], their slots and `committed`; the last one is repeated up to a graph's size.
-        sequence, offset: int64 [R], index into the batch, and index among that sequence's rows. slot, position, seed:
-            int64 [R].
-        scale, temperature: float32 [R, 1].
-        owner, iteration, num_iter: int64 [R], on the CPU: `sequence`; the iteration in which the timetable predicts the
-            row, from 0; and the number of iterations.
-    """
-
-    sequences: list[Sequence]
-    committed: list[int]
-    counts: list[int]
-    contexts: Tensor
-    sequence: Tensor
-    offset: Tensor
-    slot: Tensor
-    position: Tensor
-    seed: Tensor
-    scale: Tensor
-    temperature: Tensor
-    owner: np.ndarray
-    iteration: np.ndarray
-    num_iter: np.ndarray
-
-    def at(self, which: np.ndarray) -> Rows:
-        """The rows at indices `which`, int64 [n] on the CPU."""
-        index = send_integers(which, self.slot.device)
-        on_device = {name: getattr(self, name)[index] for name in PER_ROW}
-        on_cpu = {name: getattr(self, name)[which] for name in PER_ROW_ON_CPU}
-        return replace(self, **on_device, **on_cpu)
-
-    def stretch(self, first: int, count: int) -> Rows:
-        """`count` rows from the `first` on."""
-        parts = {name: getattr(self, name)[first : first + count] for name in PER_ROW + PER_ROW_ON_CPU}
-        return replace(self, **parts)
-
-
-# Denoisers: functions that draw tokens from their conditions z,
-#
-#     denoise(runner, model, rows, z, *, index=0, densities=False) -> Denoised.
-#
-# The arguments are the rows to draw (`Rows`), their conditions z [G, R, D] (G = 2 if guided, with the unconditional
-# branch second), the model whose head draws them ("target" or "draft"), and the index of their noise
-# (`cspd.noise.initial`). With `densities` it also returns the Gaussians of its chains, which CSpD compares. A denoiser
-# with a name (`@denoiser`) can be chosen in any sampler of MAR, and as CSpD's `chains`.
-
-# (z [G, R, D], scale [R, 1], temperature [R, 1], seed int64 [R], position int64 [R]) -> tokens [R, d]
-Draw = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-class ContinuousRunner(ModelRunner, Protocol):
-    """A model runner of models whose tokens are drawn by a diffusion head.
-
-    Attributes:
-        models: "target" and "draft", which is None if there is none; each has a `head` and a `config`.
-        config: the target's. device, precision: where and how it computes.
-        num_slots: sequences in flight at most.
-        tuning: a `cspd.heads.tuning.Tuning`.
-        tokens: float32 [slots, L, d]. order: int64 [slots, L], positions in generation order.
-        token_cost, audit: float32 [slots, L], each token's cost, and its audited divergence.
-        round_state: state that methods keep between rounds, by the key of their sequences.
-        compiled: whether chains run through torch.compile.
-    """
-
-    models: Any
-    config: Any
-    device: torch.device
-    precision: Precision
-    num_slots: int
-    tuning: Any
-    tokens: Tensor
-    order: Tensor
-    token_cost: Tensor
-    audit: Tensor
-    round_state: dict[Hashable, dict]
-    compiled: bool
-
-    def next_rows(self, batch: list[Sequence], limit: int | None = None) -> Rows:
-        """The rows that the next iteration of each sequence predicts, until at most `limit` tokens are committed."""
-
-    def conditions(self, batch: list[Sequence], rows: Rows, model: str = "target") -> Tensor:
-        """z of the rows [G, R, D], G = 2 (unconditional branch second) if the batch is guided: one backbone call."""
-
-    def commit(self, rows: Rows, tokens: Tensor) -> None:
-        """Writes predicted tokens [R, d] to their slots."""
-
-    def given(self, sequences: list[Sequence]) -> Tensor | None:
-        """Which tokens the user gave, bool [B, L]; None if no sequence has given tokens."""
-
-    def num_masked(self, request: Request) -> np.ndarray:
-        """The number of masked tokens after each iteration of a resolved request, int64 [num_iter]."""
-
-
-# (runner, batch, rows) -> z float32 [G, R, D]
-Conditions = Callable[[ContinuousRunner, list[Sequence], Rows], Tensor]
-# (model, num_slots, device, precision) -> a model runner of the model alone
-MakeRunner = Callable[[Any, int, torch.device, Precision], ContinuousRunner]
-
-
-def full_conditions(runner: ContinuousRunner, batch: list[Sequence], rows: Rows) -> Tensor:
-    """z of the rows [G, R, D] by the target's whole backbone."""
-    return runner.conditions(batch, rows)
-
-
-class Measured(NamedTuple):
-    """Differences from the full chain, by their names in `RoundStats`; `audit`: [R], or None without an audit."""
-
-    values: Mapping[str, float | None]
-    audit: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Denoised:
-    """Tokens of R rows, their cost, and the Gaussians of their chains.
-
-    Attributes:
-        tokens: float32 [R, d].
-        calls: int64 [R], on the CPU: head calls of each token's chain.
-        head_calls: sequential head calls; or int64 [B], on the CPU, the calls that each sequence took part in.
-        evaluations: int64 [R], on the CPU: evaluations of the head on each row, the unconditional branch included.
-        measured: measured differences from the full chain, or None.
-        log_sigma: [R], summed over channels and all steps but the last; None without `densities`.
-        log_sigma_last: [R, d], of the last step, where sampling adds no noise but a sigma exists; None as above.
-    """
-
-    tokens: Tensor
-    calls: np.ndarray
-    head_calls: int | np.ndarray
-    evaluations: np.ndarray
-    log_sigma: Tensor | None = None
-    log_sigma_last: Tensor | None = None
-    measured: Measured | None = None
-
-    def head_calls_by_sequence(self, num_sequences: int) -> list[int]:
-        """The sequential head calls that each of the rows' sequences took part in."""
-        return np.broadcast_to(self.head_calls, num_sequences).tolist()
-
-
-@dataclass(frozen=True)
-class Denoiser:
-    """A registered sampler of the head.
-
-    Attributes:
-        denoise: see above. guarantee: a key of `cspd.method.GUARANTEES`, valid with the full backbone.
-        options: its own settings. needs: "calibration" or nothing ("-").
-        mixed: settings that may differ between the rows of one call.
-        check: raises ValueError on a bad request. resolve: fills in the settings that a checked request leaves open.
-        advice: as in `cspd.method.Method`.
-        run_round: its own round, (runner, batch, stopwatch, backbone) -> finished sequences, if its sequences do not
-            wait for each other's chains.
-    """
-
-    denoise: Callable[..., Denoised]
-    guarantee: str
-    options: tuple[Option, ...] = ()
-    needs: str = "-"
-    mixed: tuple[str, ...] = ("num_iter",)
-    check: Callable[[Request, Any], None] = nothing_more
-    resolve: Callable[[Request, Any], Request] = as_it_is
-    advice: Callable[[Request], str | None] = lambda request: None
-    run_round: Callable[..., list] | None = None
-
-
-DENOISERS: dict[str, Denoiser] = {}  # by name
-
-
-def denoiser(name: str, guarantee: str = "heuristic", **attributes: Any) -> Callable[[Callable], Callable]:
-    """Registers a function as a denoiser under a name; attributes as in `Denoiser`."""
-
-    def named(denoise: Callable[..., Denoised]) -> Callable[..., Denoised]:
-        DENOISERS[name] = Denoiser(denoise, guarantee, **attributes)
-        for other in sorted(DENOISERS):  # the order does not depend on which module is imported first
-            DENOISERS[other] = DENOISERS.pop(other)
-        return denoise
-
-    return named
-
-
-def by_row(runner: Any, key: Hashable | None, draw: Draw, rows: Rows, z: Tensor) -> Tensor:
-    """The tokens [R, d] that `draw` makes of rows and their conditions z.
-
-    With CUDA graphs the rows are padded to one of a few sizes, so that a graph can be replayed.
-
-    Args:
-        key: as in `Graphs.run`; None if `draw` also does something on the CPU, so that it cannot be captured.
-    """
-    inputs: tuple[Tensor, ...] = (z, rows.scale, rows.temperature, rows.seed, rows.position)
-    if key is None:
-        return draw(*inputs)
-    num_rows = len(rows.seed)
-    return runner.graphs.run(key, draw, *inputs, rows=runner.graphs.size(num_rows))[:num_rows]
-
-
-# The head's modulations. They do not depend on the noisy token, so many timesteps are computed at once.
-
-MODULATION_BYTES = 16 * 2**20  # of a chain's table on a CPU, so that it fits the cache; longer chains use several
-TABLE_SHARE = 1 / 8  # of a device's memory: the most that a table may take
-
-
-def modulation_size(head: Head) -> int:
-    """Bytes of a row's modulations at one timestep."""
-    return 4 * (3 * len(head.res_blocks) + 2) * head.width
-
-
-def most_bytes(device: torch.device) -> int:
-    """The most bytes that a table of modulations may take."""
-    return int(TABLE_SHARE * all_bytes(device))
-
-
-def table_bytes(device: torch.device) -> int:
-    """The most bytes of a table of modulations that a chain reads step by step."""
-    return MODULATION_BYTES if device.type == "cpu" else most_bytes(device)
-
-
-def is_full_call(i: int, num_calls: int, null_every: int) -> bool:
-    """Whether call i of a chain of `num_calls` head calls, from 0, evaluates the unconditional branch too."""
-    return i < 2 or i == num_calls - 1 or i % null_every == 0
-
-
-def modulated(
-    head: Head, z: Tensor, timesteps: Several[float], precision: Precision, branches: Several[int] | None = None
-) -> Iterator[tuple[range, ReadyHead, Iterator]]:
-    """The head's modulations at one timestep after another, computed for many calls at once.
-
-    Args:
-        z: conditions [G, R, D]. timesteps: N names of steps, in the order of the calls.
-        branches: for each call, how many of z's G branches it evaluates, from the first; by default all.
-
-    Yields:
-        (range of calls, the head that evaluates them, the modulations of each call as `evaluate` takes them). The first
-        call, where errors grow most, is alone and in float32; it should also be evaluated in float32.
-    """
-    num_calls, branches = len(timesteps), tuple(branches or [len(z)] * len(timesteps))
-    chunk = max(1, table_bytes(z.device) // (modulation_size(head) * z.shape[0] * z.shape[1]))
-    call, branch = _evaluations(branches, z.device)
-    end = [*itertools.accumulate(branches)]
-    with precision.full():
-        c_embed = head.cond_embed(z)
-        t_embed = head.time_embed(on_device(tuple(np.asarray(timesteps).tolist()), z.device))
-    for calls in [range(1), *(range(i, min(i + chunk, num_calls)) for i in range(1, num_calls, chunk))]:
-        own = list(branches[calls.start : calls.stop])
-        which = slice(end[calls.stop - 1] - sum(own), end[calls.stop - 1])
-        own_head = head if calls[0] == 0 else precision.prepare(head)
-        with precision.full() if calls[0] == 0 else precision.fast():
-            layers = own_head.split(own_head.modulations(t_embed[call[which]].unsqueeze(1), c_embed[branch[which]]))
-        # from tensors over all calls to tuples of each call: views, made once for the chain
-        split = [zip(*(modulation.split(own) for modulation in layer)) for layer in layers]
-        by_call = zip(*split)
-        del layers, split
-        yield calls, own_head.ready(), by_call
-        del by_call  # the caller has dropped them too: the next ones are as large
-
-
-@functools.cache
-def on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    """Constants on a device, int64 or float32 [N]; cached forever, as `chain_steps`."""
-    with torch.inference_mode(False):
-        return torch.tensor(numbers, device=device)
-
-
-@functools.cache
-def _evaluations(num_branches: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(call, branch) of each of the head's evaluations, int64 [sum of num_branches] each."""
-    # Python numbers: torch.compile would trace NumPy's as unknown
-    pairs = [(call, branch) for call, num in enumerate(num_branches) for branch in range(num)]
-    calls, branches = zip(*pairs)
-    return on_device(calls, device), on_device(branches, device)
-
-
-# The head's evaluation, and the ancestral chain: from noise to a token, T steps of the reverse diffusion.
-
-ANCESTRAL_MIXED = ("num_iter", "cfg", "cfg_schedule", "temperature")  # may differ between the rows of a chain
-FIRST_TIMESTEP = Option(
-    "first_timestep",
-    int,
-    "the noisiest of the 1000 timesteps that a chain visits: 999 as in MAR's code, about 950 for short chains",
-    low=1,
-    high=TRAIN_STEPS - 1,
-    metavar="N",
-)
-ANCESTRAL_OPTIONS = (FIRST_TIMESTEP,)
-SHORT, SHORT_FIRST = 25, 950  # chains of fewer steps should begin there
-# Each call of a compiled function takes the time of a step or so: a function of one step would be slower than eager
-# PyTorch. Compiling takes longer the more steps it has.
-COMPILED_STEPS = 5
-Trace = Callable[[int, Tensor, Tensor, Tensor], None]
-Outputs = Callable[[Head, Tensor, Several[float], Precision], Iterable[tuple[range, Iterator[Callable[..., Tensor]]]]]
+from cspd.device import Precision, all_bytes
+from cspd.heads.net import Net
+from mar.head import Head, ReadyHead
+
+# Chains as data. Two kinds are known: the reverse diffusion of MAR's head (`mar.head.schedule`), and the
+# Euler-Maruyama scheme of heads that are stochastic differential equations.
 
 
 class Schedule(Protocol):
@@ -354,6 +52,76 @@ class Schedule(Protocol):
     def held_eps(self) -> np.ndarray: ...
     def __len__(self) -> int: ...
     def __hash__(self) -> int: ...
+
+
+LEAST_TO_GO = 0.05  # of 1 - t, by which the velocity of a head that predicts the clean token is divided
+
+
+@dataclass(frozen=True, eq=False)
+class EulerMaruyama:
+    """The chain of a stochastic differential equation, as `Schedule` describes it.
+
+    Attributes:
+        clean: whether the head predicts the clean token x_1; otherwise it predicts the velocity.
+        time_factor: `timestep_map` has the times 0..1 times this.
+        end_sigma: s.d. of the noise that is added to the chain's end; 0 unless all steps are noisy.
+    """
+
+    timestep_map: np.ndarray
+    mean_x: np.ndarray
+    mean_eps: np.ndarray
+    log_sigma_base: np.ndarray
+    log_sigma_slope: np.ndarray
+    held_x: np.ndarray
+    held_eps: np.ndarray
+    clean: bool
+    time_factor: float
+    end_sigma: float
+
+    def __len__(self) -> int:
+        return len(self.timestep_map)
+
+
+def euler_maruyama(
+    t: np.ndarray, dt: np.ndarray, *, clean: bool, time_factor: float = 1.0, noisy_end: bool = False
+) -> EulerMaruyama:
+    """The chain with a step of dt at each time t.
+
+    x = t x_1 + (1 - t) noise, from t = 0 to 1. With the velocity v the score is (t v - x) / (1 - t), so a step has
+
+        mean = x + ((1 + t) v - x) dt,    sigma = sqrt(2 (1 - t) dt).
+
+    The last step is x + v dt and adds no noise. A head that predicts x_1 has v = (x_1 - x) / max(1 - t, 0.05). Either
+    way the mean is linear in x and in the head's output. Sources: SphereAR (arXiv 2509.24335), BitDance (2602.14041),
+    NextStep-1 (2508.10711), with their released code.
+
+    Args:
+        t, dt: [T] each, from noise to token. clean: see `EulerMaruyama`.
+        noisy_end: the last step is a noisy one too, as in NextStep-1.1. Its noise is added to the chain's end.
+    """
+    t, dt = t[::-1].astype(np.float64), dt[::-1].astype(np.float64)
+    of_x, of_v = 1 - dt, (1 + t) * dt
+    if not noisy_end:
+        of_x[0], of_v[0] = 1.0, dt[0]
+    ones = np.ones(len(t))
+    if clean:
+        to_go = np.maximum(1 - t, LEAST_TO_GO)
+        mean_x, mean_out, held = of_x - of_v / to_go, of_v / to_go, (0 * ones, ones)
+    else:
+        mean_x, mean_out, held = of_x, of_v, (ones, 1 - t)  # x_1 = x + (1 - t) v
+    log_sigma = 0.5 * np.log(2 * (1 - t) * dt)
+    return EulerMaruyama(
+        timestep_map=time_factor * t,
+        mean_x=mean_x,
+        mean_eps=mean_out,
+        log_sigma_base=log_sigma,
+        log_sigma_slope=0 * ones,
+        held_x=held[0],
+        held_eps=held[1],
+        clean=clean,
+        time_factor=time_factor,
+        end_sigma=float(np.exp(log_sigma[0])) if noisy_end else 0.0,
+    )
 
 
 class Steps(NamedTuple):
@@ -389,150 +157,171 @@ def chain_steps(s: Schedule, device: torch.device) -> Steps:
     return Steps(timesteps, mean_x, mean_eps, slope, numbers, t, sigma.view(-1, 1, 1))
 
 
+@functools.cache
+def on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """Constants on a device, int64 or float32 [N]; cached forever, as `chain_steps`."""
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, device=device)
+
+
+# The head's modulations. They do not depend on the noisy token, so many timesteps are computed at once.
+
+MODULATION_BYTES = 16 * 2**20  # of a chain's table on a CPU, so that it fits the cache; longer chains use several
+TABLE_SHARE = 1 / 8  # of a device's memory: the most that a table may take
+
+
+def modulation_size(head: Head) -> int:
+    """Bytes of a row's modulations at one timestep."""
+    if isinstance(head, Net):
+        return Net.NO_TABLE
+    return 4 * (3 * len(head.res_blocks) + 2) * head.width
+
+
+def most_bytes(device: torch.device) -> int:
+    """The most bytes that a table of modulations may take."""
+    return int(TABLE_SHARE * all_bytes(device))
+
+
+def table_bytes(device: torch.device) -> int:
+    """The most bytes of a table of modulations that a chain reads step by step."""
+    return MODULATION_BYTES if device.type == "cpu" else most_bytes(device)
+
+
+def is_full_call(i: int, num_calls: int, null_every: int) -> bool:
+    """Whether call i of a chain of `num_calls` head calls, from 0, evaluates the unconditional branch too."""
+    return i < 2 or i == num_calls - 1 or i % null_every == 0
+
+
+def modulated(
+    head: Head,
+    z: Tensor,
+    timesteps: Sequence[float],
+    precision: Precision,
+    branches: Sequence[int] | None = None,
+    from_start: bool = True,
+) -> Iterator[tuple[range, ReadyHead, Iterator]]:
+    """The head's modulations at one timestep after another, computed for many calls at once.
+
+    Args:
+        z: conditions [G, R, D]. timesteps: N names of steps, in the order of the calls.
+        branches: for each call, how many of z's G branches it evaluates, from the first; by default all.
+        from_start: the first call is the chain's first, where errors grow most. It is alone and in float32, and should
+            also be evaluated in float32.
+
+    Yields:
+        (range of calls, the head that evaluates them, the modulations of each call as `evaluate` takes them).
+    """
+    num_calls, branches = len(timesteps), tuple(branches or [len(z)] * len(timesteps))
+    chunk = max(1, table_bytes(z.device) // (modulation_size(head) * z.shape[0] * z.shape[1]))
+    call, branch = _evaluations(branches, z.device)
+    end = [*itertools.accumulate(branches)]
+    with precision.full():
+        c_embed = head.cond_embed(z)
+        t_embed = head.time_embed(on_device(tuple(np.asarray(timesteps).tolist()), z.device))
+    begin = int(from_start)
+    chunks = [range(i, min(i + chunk, num_calls)) for i in range(begin, num_calls, chunk)]
+    for calls in [range(begin), *chunks] if from_start else chunks:
+        is_first = from_start and calls[0] == 0
+        own = list(branches[calls.start : calls.stop])
+        which = slice(end[calls.stop - 1] - sum(own), end[calls.stop - 1])
+        own_head = head if is_first else precision.prepare(head)
+        with precision.full() if is_first else precision.fast():
+            layers = own_head.split(own_head.modulations(t_embed[call[which]].unsqueeze(1), c_embed[branch[which]]))
+        # from tensors over all calls to tuples of each call: views, made once for the chain
+        split = [zip(*(modulation.split(own) for modulation in layer)) for layer in layers]
+        by_call = zip(*split)
+        del layers, split
+        yield calls, own_head.ready(), by_call
+        del by_call  # the caller has dropped them too: the next ones are as large
+
+
+@functools.cache
+def _evaluations(num_branches: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(call, branch) of each of the head's evaluations, int64 [sum of num_branches] each."""
+    # Python numbers: torch.compile would trace NumPy's as unknown
+    pairs = [(call, branch) for call, num in enumerate(num_branches) for branch in range(num)]
+    calls, branches = zip(*pairs)
+    return on_device(calls, device), on_device(branches, device)
+
+
+# The head's evaluation under guidance.
+
+
 def evaluate(
-    head: Head | ReadyHead, x: Tensor, modulations: Several[tuple[Tensor, ...]], scale: Tensor
+    head: Head | ReadyHead, x: Tensor, modulations: Sequence[tuple[Tensor, ...]], scale: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Guided noise prediction and (conditional) variance channel, float32 [..., d] each, of noisy tokens x [..., d].
 
     Args:
-        modulations: of these tokens, [G, ..., width] each, G = 2 with the unconditional branch second.
-        scale: s, broadcast to [..., 1]; unused at G = 1.
+        modulations: of these tokens, [G, ..., width] each, with the unconditional branch last.
+        scale: [..., G - 1], see `guided`; unused at G = 1.
     """
     return guided(head.denoise(x, modulations), scale)
 
 
 def guided(out: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Guided eps and v, see `evaluate`, from the head's outputs [G, ..., 2d]."""
+    """Guided eps and v, see `evaluate`, from the head's outputs [G, ..., 2d].
+
+    At G = 2, eps_u + s (eps_c - eps_u). With a third branch, eps_u2 + s2 (eps_u1 - eps_u2) + s (eps_c - eps_u1), where
+    `scale` has s and s2.
+    """
     eps, v = out.float().chunk(2, dim=-1)
-    return (eps[0] if len(eps) == 1 else torch.lerp(eps[1], eps[0], scale)), v[0]
+    if len(eps) == 1:
+        return eps[0], v[0]
+    made = torch.lerp(eps[-1], eps[-2], scale[..., -1:])
+    for i in range(len(eps) - 2):
+        made = made + scale[..., i : i + 1] * (eps[i] - eps[i + 1])
+    return made, v[0]
 
 
-def every_output(
-    head: Head, z: Tensor, timesteps: Several[float], precision: Precision
-) -> Iterator[tuple[range, Iterator[Callable[[Tensor], Tensor]]]]:
-    """The head's outputs at one timestep after another, as functions of the noisy tokens; otherwise as `modulated`."""
-    for calls, own_head, by_call in modulated(head, z, timesteps, precision):
-        yield calls, (functools.partial(own_head.denoise, modulations=modulations) for modulations in by_call)
-        del by_call
+def steering(eps: Tensor, scale: Tensor) -> Tensor:
+    """What guidance adds to the conditional prediction, [..., d], from those of all branches, [G, ..., d], G > 1."""
+    parts = [(scale[..., i : i + 1] - 1) * (eps[i] - eps[i + 1]) for i in range(len(eps) - 1)]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
-def ancestral(
-    head: Head,
-    z: Tensor,
-    scale: Tensor,
-    temperature: Tensor,
-    x: Tensor,
-    noise: Callable[[Tensor], Tensor],
-    s: Schedule,
-    precision: Precision,
-    trace: Trace | None = None,
-    outputs: Outputs = every_output,
-) -> Tensor:
-    """Samples one token per row by the full chain; T sequential head calls.
+class Prediction:
+    """The head's outputs for R rows; they are computed when they are first read.
 
-    The state after step t is mu_t + tau sigma_t eps_t, and mu_0 after the last. The first step, whose gain is 316 at
-    T = 100, is in float32.
-
-    Args:
-        head: the diffusion head.
-        z: conditions [G, R, D]: G = 1, or 2 with the unconditional branch second.
-        scale: guidance scale s of each row [R, 1] (unused if G = 1).
-        temperature: tau of each row [R, 1].
-        x: x_T [R, d].
-        noise: maps steps t [n] to eps_t [n, R, d].
-        s: the chain's schedule.
-        trace: called at every step with (t, x_t, guided eps, v), the last three [R, d].
-        outputs: computes the head's outputs.
-
-    Returns:
-        Tokens [R, d], float32.
+    Attributes:
+        raw: [G, R, 2d] of all evaluated branches.
+        eps, v: guided noise prediction (or velocity, or clean token) and variance channel, float32 [R, d].
     """
-    steps = chain_steps(s, z.device)
-    return follow(head, z, scale, temperature, x, noise(steps.t), steps, precision, trace, outputs)
 
+    def __init__(self, scale: Tensor, raw: Tensor | None = None, pending: tuple | None = None) -> None:
+        self.scale, self._raw = scale, raw
+        self._pending = pending  # the head, x and modulations of a call that was not made yet
 
-def follow(
-    head: Head,
-    z: Tensor,
-    scale: Tensor,
-    temperature: Tensor,
-    x: Tensor,
-    eps_t: Tensor,
-    steps: Steps,
-    precision: Precision,
-    trace: Trace | None,
-    outputs: Outputs,
-    is_compiled: bool = False,
-) -> Tensor:
-    """`ancestral` with noise eps_t [T, R, d] drawn in advance, in the order of the steps."""
-    added = eps_t * (steps.sigma * temperature)
-    if trace is None and outputs is every_output and isinstance(head, Head):  # other heads have neither
-        if kernels.available(x.device):
-            return _follow_by_kernels(head, z, scale, x, added, steps, precision)
-        if is_compiled:
-            return _follow_compiled(head, z, scale, x, added, steps, precision)
-    for calls, by_call in outputs(head, z, steps.timesteps, precision):
-        with precision.full() if calls[0] == 0 else precision.fast():
-            for call, output in zip(calls, by_call):
-                out = output(x)
-                if trace:
-                    trace(len(added) - 1 - call, x, *guided(out, scale))
-                x = take_step(x, out, added[call], scale, steps.mean_x[call], steps.mean_eps[call], steps.slope[call])
-        del by_call, output  # they hold the modulations, which are large
-    return x
+    @property
+    def raw(self) -> Tensor:
+        if self._raw is None:
+            head, x, modulations = self._pending  # type: ignore[misc]
+            self._raw, self._pending = head.denoise(x, modulations), None  # modulations are large
+        return self._raw
 
+    @functools.cached_property
+    def _guided(self) -> tuple[Tensor, Tensor]:
+        return guided(self.raw, self.scale)
 
-def _follow_by_kernels(
-    head: Head, z: Tensor, scale: Tensor, x: Tensor, added: Tensor, steps: Steps, precision: Precision
-) -> Tensor:
-    """`follow` with the head's last layer and `take_step` in one kernel launch."""
-    from cspd.kernels.head import ancestral_step
+    @property
+    def eps(self) -> Tensor:
+        return self._guided[0]
 
-    for calls, own_head, by_call in modulated(head, z, steps.timesteps, precision):
-        with precision.full() if calls[0] == 0 else precision.fast():
-            for call, modulations in zip(calls, by_call):
-                numbers = steps.mean_x[call], steps.mean_eps[call], steps.slope[call]
-                x = ancestral_step(own_head.head, x, modulations, added[call], scale, *numbers)
-        del by_call, modulations
-    return x
+    @property
+    def v(self) -> Tensor:
+        return self._guided[1]
 
+    def fused_step(self, added: Tensor, numbers: tuple[float, float, float]) -> Tensor | None:
+        """`take_step` in one launch with the head's last layer; None if there is no such kernel, or nothing pending."""
+        if self._pending is None or not kernels.available(added.device):
+            return None
+        head, x, modulations = self._pending
+        if not isinstance(head, ReadyHead):  # other heads have no kernels
+            return None
+        from cspd.kernels.head import ancestral_step
 
-def _follow_compiled(
-    head: Head, z: Tensor, scale: Tensor, x: Tensor, added: Tensor, steps: Steps, precision: Precision
-) -> Tensor:
-    """`follow` with `COMPILED_STEPS` steps at a time by torch.compile; the first step and the last few are eager."""
-    with precision.full():
-        c_embed = head.cond_embed(z)
-        t_embed = head.time_embed(on_device(steps.timesteps, z.device))[:, None, None]
-        x = several_steps(head, x, head.modulations(t_embed[:1], c_embed), added[:1], scale, steps.numbers[:1])
-    own_head, run = precision.prepare(head), compiled(several_steps, "denoising steps")
-    with precision.fast():
-        for first in range(1, len(added), COMPILED_STEPS):
-            own = slice(first, first + COMPILED_STEPS)
-            if own.stop > len(added):  # another number of steps would be another program
-                run = several_steps
-            layers = own_head.modulations(t_embed[own], c_embed)
-            x = run(own_head, x, layers, added[own], scale, steps.numbers[own])
-    return x
-
-
-def several_steps(
-    head: Head, x: Tensor, layers: Several[Tensor], added: Tensor, scale: Tensor, numbers: Tensor
-) -> Tensor:
-    """The state [R, d] after n steps from x [R, d].
-
-    Args:
-        layers: the head's modulations at these steps [n, G, R, ..]. added: tau sigma_t eps_t [n, R, d].
-        numbers: [n, 3], see `Steps`.
-    """
-    ready = head.ready()
-    split = head.split(layers)
-    for step in range(len(numbers)):
-        mean_x, mean_eps, slope = numbers[step].unbind()
-        out = ready.denoise(x, [tuple(part[step] for part in layer) for layer in split])
-        eps, v = guided(out, scale)
-        x = torch.addcmul(x * mean_x + eps * mean_eps, torch.exp(v * slope), added[step])
-    return x
+        self._pending = None
+        return ancestral_step(head.head, x, modulations, added, self.scale, *numbers)
 
 
 def take_step(
@@ -543,7 +332,7 @@ def take_step(
     Args:
         noise: tau sigma_t eps_t [R, d], without the head's factor of sigma_t. mean_x, mean_eps, slope: of the step.
     """
-    if kernels.available(x.device):
+    if len(out) < 3 and kernels.available(x.device):
         from cspd.kernels.head import ancestral_step_kernel
 
         return ancestral_step_kernel(x, out, noise, scale, mean_x, mean_eps, slope)
@@ -552,184 +341,256 @@ def take_step(
     return torch.addcmul(mean, torch.exp(v * slope), noise)
 
 
-def drawing(
-    head: Head,
-    noise: types.ModuleType,
-    s: Schedule,
-    precision: Precision,
-    *,
-    index: int = 0,
-    trace: Trace | None = None,
-    outputs: Outputs = every_output,
-    is_compiled: bool = False,
-) -> Draw:
-    """The whole chain as a function of tensors; it can be captured as a graph, unless it is traced.
+# The chain as a sampler sees it.
 
-    Args:
-        noise: its source, see `cspd.noise`. index: of the noise. is_compiled: take steps by torch.compile. The others
-            are as in `ancestral`.
+
+class Inputs(NamedTuple):
+    """R tokens to draw.
+
+    Attributes:
+        z: their conditions [G, R, D]: G = 1, or with guidance more, the unconditional branch last.
+        scale: guidance [R, G - 1], see `guided`; [R, 1] and unused if G = 1. temperature: tau [R, 1].
+        seed, position: int64 [R], the names of their noise.
     """
-    steps = chain_steps(s, precision.device)
 
-    def draw(z: Tensor, scale: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-        x = noise.initial(seed, position, head.channels, index)
-        eps_t = noise.steps(seed, position, steps.t, head.channels, index)
-        return follow(head, z, scale, temperature, x, eps_t, steps, precision, trace, outputs, is_compiled)
-
-    return draw
+    z: Tensor
+    scale: Tensor
+    temperature: Tensor
+    seed: Tensor
+    position: Tensor
 
 
-def sigma_trace(s: Schedule, temperature: Tensor, log_sigmas: list[Tensor]) -> Trace:
-    """A trace that appends the log sigma [R, d] of every step of a schedule."""
+class Place(NamedTuple):
+    """Where R tokens stand in their images; arrays int64 [R] on the CPU.
 
-    def keep(t: int, x: Tensor, eps: Tensor, v: Tensor) -> None:
-        log_sigmas.append(s.log_sigma_base[t] + temperature.log() + s.log_sigma_slope[t] * v)
-
-    return keep
-
-
-def with_densities(made: Denoised, log_sigmas: list[Tensor]) -> Denoised:
-    """Adds the Gaussians of the chains, from the log sigmas of steps T - 1 .. 0."""
-    *path, last = log_sigmas
-    return dataclasses.replace(made, log_sigma=torch.stack(path).sum((0, 2)), log_sigma_last=last)
-
-
-def check_first(request: Request, num_steps: int) -> None:
-    """Raises ValueError if a chain of `num_steps` has more steps than timesteps up to its first."""
-    if request.first_timestep is not None:
-        why = f"it begins a chain of {num_steps} steps"
-        check_integer("first_timestep", request.first_timestep, num_steps - 1, TRAIN_STEPS - 1, why)
-
-
-def check_ancestral(request: Request, runner: ContinuousRunner) -> None:
-    """Raises ValueError if a chain has more steps than timesteps up to its first."""
-    check_first(request, request.num_sampling_steps)
-
-
-LEAST_TEMPERATURE = 1e-12  # float32 loses smaller noise beside a state, and ratios of its densities overflow
-
-
-def without_lost_noise(request: Request) -> Request:
-    """The request, at temperature 0 if its temperature is below `LEAST_TEMPERATURE`."""
-    return request.but(temperature=0.0) if request.temperature < LEAST_TEMPERATURE else request
-
-
-def ancestral_advice(request: Request, remedy: str = f"give first_timestep={SHORT_FIRST}") -> str | None:
-    """Advice for short chains, whose first step from timestep 999 multiplies errors by thousands; None for others."""
-    num_steps = request.num_sampling_steps
-    if num_steps >= SHORT or request.first_timestep is not None:
-        return None
-    return f"a chain of {num_steps} denoising steps overshoots in its first one: {remedy}"
-
-
-@denoiser(
-    "ancestral",
-    "exact",
-    options=ANCESTRAL_OPTIONS,
-    mixed=ANCESTRAL_MIXED,
-    check=check_ancestral,
-    advice=ancestral_advice,
-)
-def denoise_ancestral(
-    runner: ContinuousRunner,
-    model: str,
-    rows: Rows,
-    z: Tensor,
-    *,
-    index: int = 0,
-    densities: bool = False,
-    num_steps: int | None = None,
-    trace: Trace | None = None,
-    outputs: Outputs = every_output,
-) -> Denoised:
-    """Draws every token by the full chain (arXiv 2406.11838), one head call per step; arguments as described above.
-
-    Args:
-        num_steps: by default the requests' `num_sampling_steps`. trace, outputs: as in `ancestral`.
+    Attributes:
+        iteration, num_iter: the iteration that predicts the token, from 0, and the number of iterations.
+        half: iterations that begin with less than half of the image's tokens. owner: the index of the image.
     """
-    request = rows.sequences[0].request
-    head = runner.models[model].head
-    num_steps = num_steps or request.num_sampling_steps
-    first_timestep = request.first_timestep or TRAIN_STEPS - 1
-    s = head.schedule(num_steps, first_timestep)
-    log_sigmas: list[Tensor] = []
-    if densities:
-        trace = sigma_trace(s, rows.temperature, log_sigmas)
-    draw = drawing(
-        head,
-        runner.noise,
-        s,
-        runner.precision,
-        index=index,
-        trace=trace,
-        outputs=outputs,
-        is_compiled=runner.compiled,
-    )
-    key = None if trace else ("ancestral", model, num_steps, first_timestep, index, outputs)
-    tokens = by_row(runner, key, draw, rows, z)
-    calls = np.full(len(tokens), len(s))
-    made = Denoised(tokens, calls, len(s), evaluations=calls * len(z))
-    return with_densities(made, log_sigmas) if densities else made
+
+    iteration: np.ndarray
+    num_iter: np.ndarray
+    half: np.ndarray
+    owner: np.ndarray
+
+    def at(self, which: np.ndarray) -> Place:
+        return Place(*(values[which] for values in self))
 
 
-# A round of one autoregressive iteration, with any backbone and denoiser.
-#
-# With the full ancestral chain it is `ar`, the baseline of all other methods. Guarantee: exact.
+@dataclass(frozen=True)
+class Step:
+    """A head call of a chain.
+
+    Attributes:
+        index: counts from 0, the noisiest. t: the step, T - 1 - index. timestep: the head's name of it.
+    """
+
+    index: int
+    t: int
+    timestep: float
 
 
-def run_plain_round(
-    runner: ContinuousRunner,
-    batch: list[Sequence],
-    watch: Stopwatch,
-    *,
-    backbone: Conditions = full_conditions,
-    denoise: Callable[..., Denoised] = denoise_ancestral,
-) -> list[Sequence]:
-    """Runs the next iteration of every sequence; returns the finished sequences (arXiv 2406.11838, section 3.3)."""
-    advance(runner, batch, runner.next_rows(batch), watch, backbone, denoise)
-    return [s for s in batch if s.num_committed == runner.seq_len]
+class Observer:
+    """Watches chains: audits, densities, traces. By default it does nothing."""
+
+    def evaluated(self, chain: Chain, step: Step, x: Tensor, out: Prediction) -> None:
+        """The head was evaluated at a state x [R, d] before a step."""
+
+    def skipped(self, chain: Chain, segment: Any, sources: Tensor, v: Tensor) -> Tensor | None:
+        """The steps after a call were predicted, see `cspd.heads.calibrated`; may return the next state to take."""
+
+    def verified(self, chain: Chain, ended: Any) -> None:
+        """Speculative chains have ended, see `cspd.heads.speculative.Finished`."""
 
 
-def advance(
-    runner: ContinuousRunner,
-    batch: list[Sequence],
-    rows: Rows,
-    watch: Stopwatch,
-    backbone: Conditions = full_conditions,
-    denoise: Callable[..., Denoised] = denoise_ancestral,
-) -> None:
-    """Runs an iteration: predicts rows of every sequence with the target alone, and commits them."""
-    watch.start("backbone")
-    z = backbone(runner, batch, rows)
-    watch.start("head")
-    made = denoise(runner, "target", rows, z)
-    watch.start("other")
-    runner.commit(rows, made.tokens)
-    sent = send({"calls": made.calls.astype(np.float32)}, runner.device)
-    runner.token_cost[rows.slot, rows.position] = sent["calls"]
-    if made.measured and made.measured.audit is not None:
-        runner.audit[rows.slot, rows.position] = made.measured.audit
+@dataclass
+class Tally:
+    """Head calls of a chain's tokens: `calls` one after the other, and `evaluations` of each token, all branches.
 
-    first = 0
-    head_calls = made.head_calls_by_sequence(len(batch))
-    for sequence, count, own_calls in zip(batch, rows.counts, head_calls):
-        own = slice(first, first + count)
-        first += count
-        sequence.iteration += 1
-        sequence.num_committed += count
-        num_generated = sequence.request.num_generated(runner.seq_len)
-        stats = sequence.stats
-        stats.iterations += 1
-        stats.backbone_calls += 1
-        stats.head_calls += own_calls
-        stats.head_calls_per_token += made.calls[own].sum().item() / num_generated
-        stats.head_evaluations += made.evaluations[own].sum().item()
-        if made.measured:
-            for name, value in made.measured.values.items():
-                setattr(stats, name, value)
-            if made.measured.audit is not None and sequence.num_committed == runner.seq_len:
-                made_at = runner.order[sequence.slot, -num_generated:].sort().values
-                audit = runner.audit[sequence.slot, made_at]
-                estimate = audit.mean().item(), (audit.std() / num_generated**0.5).item()
-                if all(map(math.isfinite, estimate)):
-                    stats.audit, stats.audit_error = estimate
+    `by_row` replaces both if they differ between tokens: int64 [2, R]. `parts` are the tallies of parts, with the
+    indices of their rows. `drafted`: states that were verified, and accepted.
+    """
+
+    calls: int = 0
+    evaluations: int = 0
+    by_row: np.ndarray | None = None
+    parts: list[tuple[np.ndarray, Tally]] = field(default_factory=list)
+    drafted: tuple[int, int] = (0, 0)
+
+    def of_rows(self, num_rows: int) -> np.ndarray:
+        """(calls, evaluations) of each row, int64 [2, R]."""
+        if self.by_row is not None:
+            return self.by_row
+        total = np.repeat([[self.calls], [self.evaluations]], num_rows, axis=1)
+        for rows, part in self.parts:
+            total[:, rows] += part.of_rows(len(rows))
+        return total
+
+    def of_owners(self, owner: np.ndarray, num_owners: int) -> np.ndarray:
+        """The sequential calls that each owner's rows took part in, int64 [num_owners]; owner: int64 [R]."""
+        total = np.full(num_owners, self.calls)
+        if self.by_row is not None:
+            np.maximum.at(total, owner, self.by_row[0])
+        for rows, part in self.parts:
+            total[np.unique(owner[rows])] += part.calls
+        return total
+
+
+def run_it(chain: Chain, function: Callable[[Chain], Tensor]) -> Tensor:
+    """Runs a sampler as it is."""
+    return function(chain)
+
+
+@dataclass(eq=False)
+class Chain:
+    """R tokens under one head, on the way from noise to data: what a sampler is given.
+
+    A sampler is a function of a chain that returns tokens [R, d]. All that it needs is here:
+
+        x = chain.start()
+        for step in chain.steps:
+            x = chain.move(x, step, chain.evaluate(x, step))
+
+    Attributes:
+        head: with the interface of `mar.head.Head`. schedule: its chain. inputs: the tokens.
+        noise: the source of random numbers, with functions as in `cspd.noise`. precision: how the head computes; the
+            first call is in float32.
+        noise_index: of the noise, see `cspd.noise.initial`.
+        observers: are told of every evaluation. fitted: the fits of a sampler with `fit=True`.
+        place: where the tokens stand in their images, if it is known.
+        run: runs a sampler on a part of the rows, for example as a CUDA graph.
+        rows: indices of the rows in the whole chain, int64 [R] on the device; None if this is the whole chain.
+        tally: counts head calls.
+    """
+
+    head: Any
+    schedule: Schedule
+    inputs: Inputs
+    noise: Any
+    precision: Precision
+    noise_index: int = 0
+    observers: Sequence[Observer] = ()
+    fitted: Any = None
+    place: Place | None = None
+    run: Callable[[Chain, Callable[[Chain], Tensor]], Tensor] = run_it
+    rows: Tensor | None = None
+    tally: Tally = field(default_factory=Tally)
+
+    def __post_init__(self) -> None:
+        self.constants = chain_steps(self.schedule, self.z.device)
+        self._expected: deque[tuple[float, int]] = deque()  # of the calls to come: timestep, and branches
+        self._ahead: Iterator[tuple[ReadyHead, Any]] = iter(())
+        self._added: Tensor | None = None  # tau sigma_t eps_t [T, R, d]
+
+    def __len__(self) -> int:
+        return len(self.schedule)
+
+    @property
+    def z(self) -> Tensor:
+        return self.inputs.z
+
+    @functools.cached_property
+    def steps(self) -> list[Step]:
+        """The steps, the noisiest first."""
+        last = len(self) - 1
+        return [Step(index, last - index, timestep) for index, timestep in enumerate(self.constants.timesteps)]
+
+    def start(self) -> Tensor:
+        """Pure noise x_T [R, d]."""
+        _, _, _, seed, position = self.inputs
+        return self.noise.initial(seed, position, self.head.channels, self.noise_index)
+
+    @functools.cached_property
+    def eps(self) -> Tensor:
+        """The noise eps_t [T, R, d] of all steps, in their order."""
+        _, _, _, seed, position = self.inputs
+        return self.noise.steps(seed, position, self.constants.t, self.head.channels, self.noise_index)
+
+    def expect(self, calls: Sequence[tuple[Step, bool]]) -> None:
+        """Announces head calls, as (step, guided), so that their modulations are computed together.
+
+        A call that was not announced is followed, it is supposed, by calls at all later steps, guided as it is.
+        """
+        timesteps = [step.timestep for step, _ in calls]
+        branches = [len(self.z) if is_guided else 1 for _, is_guided in calls]
+        chunks = modulated(self.head, self.z, timesteps, self.precision, branches, calls[0][0].index == 0)
+        self._expected, self._ahead = deque(zip(timesteps, branches)), _one_by_one(chunks)
+
+    def evaluate(self, x: Tensor, step: Step, guided: bool = True) -> Prediction:
+        """The head's outputs at states x [R, d] before a step; without guidance, of the conditional branch alone."""
+        head, modulations = self.call(step, guided)
+        return self._observed(x, step, Prediction(self.inputs.scale, pending=(head, x, modulations)))
+
+    def call(self, step: Step, guided: bool = True) -> tuple[ReadyHead, Any]:
+        """The head and the modulations of a call, which is counted: for samplers that look inside the head."""
+        branches = len(self.z) if guided else 1
+        if not self._expected or self._expected[0] != (step.timestep, branches):
+            self.expect([(later, guided) for later in self.steps[step.index :]])
+        self._expected.popleft()
+        self.tally.calls += 1
+        self.tally.evaluations += branches
+        return next(self._ahead)
+
+    def predicted(self, x: Tensor, step: Step, raw: Tensor) -> Prediction:
+        """Outputs [G, R, 2d] that were found in another way, in place of `evaluate`."""
+        return self._observed(x, step, Prediction(self.inputs.scale, raw))
+
+    def _observed(self, x: Tensor, step: Step, out: Prediction) -> Prediction:
+        if step.index == 0:
+            with self.precision.full():
+                out.raw  # noqa: B018 - computes it
+        for observer in self.observers:
+            observer.evaluated(self, step, x, out)
+        return out
+
+    def move(self, x: Tensor, step: Step, out: Prediction) -> Tensor:
+        """The state after a step: mean + tau sigma eps_t; the last step adds no noise."""
+        if self._added is None:
+            self._added = self.eps * (self.constants.sigma * self.inputs.temperature)
+        at, added = step.index, self._added[step.index]
+        numbers = self.constants.mean_x[at], self.constants.mean_eps[at], self.constants.slope[at]
+        fused = out.fused_step(added, numbers)
+        return take_step(x, out.raw, added, self.inputs.scale, *numbers) if fused is None else fused
+
+    def velocity(self, x: Tensor, step: Step, out: Prediction) -> Tensor:
+        """dx / dt at a state x [R, d], of a head that is a stochastic differential equation."""
+        s: Any = self.schedule
+        return (out.eps - x) / max(1 - step.timestep / s.time_factor, LEAST_TO_GO) if s.clean else out.eps
+
+    def calls_at(self, times: Sequence[float]) -> list[Step]:
+        """Head calls at times of one's own, 0..1, of a head that is a stochastic differential equation."""
+        s: Any = self.schedule
+        calls = [Step(index, len(times) - 1 - index, s.time_factor * time) for index, time in enumerate(times)]
+        self.expect([(call, True) for call in calls])
+        return calls
+
+    def respaced(self, schedule: Schedule) -> Chain:
+        """The same tokens by other steps."""
+        return replace(self, schedule=schedule)
+
+    def over(self, inputs: Inputs) -> Chain:
+        """The same chain with other tensors, counted by itself."""
+        return replace(self, inputs=inputs, tally=Tally())
+
+    def part(self, which: np.ndarray, schedule: Schedule) -> Chain:
+        """The rows `which`, int64 [n] on the CPU, by other steps; they are counted by themselves."""
+        index, tally = torch.as_tensor(which).to(self.z.device), Tally()
+        self.tally.parts.append((which, tally))
+        z, *others = self.inputs
+        return replace(
+            self,
+            schedule=schedule,
+            inputs=Inputs(z[:, index].contiguous(), *(values[index] for values in others)),
+            place=self.place and self.place.at(which),
+            rows=index if self.rows is None else self.rows[index],
+            tally=tally,
+        )
+
+
+def _one_by_one(chunks: Iterator[tuple[range, ReadyHead, Iterator]]) -> Iterator[tuple[ReadyHead, Any]]:
+    """(head, modulations) of each call of `modulated`; nothing of a chunk is held when the next one is made."""
+    for _, head, by_call in chunks:
+        for modulations in by_call:
+            yield head, modulations
+            del modulations
+        del by_call

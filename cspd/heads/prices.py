@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cspd.device import Precision
 from cspd.heads.calibration import Trace
-from cspd.heads.chain import Schedule, chain_steps, evaluate, modulated, on_device
+from cspd.heads.chain import Schedule, chain_steps, evaluate, modulated, on_device, steering
 from cspd.heads.verify import Gaussian, divergence
 from mar.head import Head
 
@@ -107,8 +107,8 @@ def _outputs(
         with precision.full() if numbers[0] == 0 else precision.fast():
             for i, modulations in zip(numbers, by_call):
                 eps, v = own_head.denoise(chains.x[steps[i]], modulations).float().chunk(2, dim=-1)
-                if len(eps) == 2:
-                    difference = (chains.scale - 1) * (eps[0] - eps[1])
+                if len(eps) > 1:
+                    difference = steering(eps, chains.scale)
                 yield (eps[0] if difference is None else eps[0] + difference), v[0]
         del by_call, modulations  # they are large
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections import deque
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
@@ -16,20 +17,9 @@ from torch import Tensor
 
 from cspd.device import Precision, Report, send, send_integers
 from cspd.graphs import Graphs, bucket
-from cspd.heads.calibration import DRAFTS, WINDOWS, draft_table, frozen
-from cspd.heads.chain import (
-    SHORT_FIRST,
-    Conditions,
-    ContinuousRunner,
-    Denoised,
-    Rows,
-    Schedule,
-    ancestral_advice,
-    denoise_ancestral,
-    denoiser,
-    full_conditions,
-    run_plain_round,
-)
+from cspd.heads.calibration import DRAFTS, WINDOWS
+from cspd.heads.chain import Chain, Inputs, Schedule
+from cspd.heads.samplers import ancestral, sampler
 from cspd.heads.verify import (
     FIRST_BLOCK,
     LOG_SIGMA_P,
@@ -41,7 +31,6 @@ from cspd.heads.verify import (
     SEARCHING,
     UNRESOLVED,
     Slots,
-    allowed_fallbacks,
     capacity_for,
     draw_after_block,
     draw_residual,
@@ -50,9 +39,7 @@ from cspd.heads.verify import (
     move_on,
     table_size,
 )
-from cspd.noise import DRAFT_OFFSET
-from cspd.option import Option, check_integer
-from cspd.request import Request, RoundStats, Sequence, Stopwatch
+from cspd.option import option
 from mar.head import Head, fill
 
 # A chain that has ended: its token, and a record of its passes.
@@ -78,6 +65,21 @@ class Finished:
     fallbacks: list[int]
     log_sigma: Tensor
     log_sigma_last: Tensor
+
+
+def joined(parts: Several[Finished]) -> Finished:
+    """Finished chains of several launches, in the order of their rows."""
+    order = torch.cat([part.row for part in parts]).argsort()
+    on_cpu = order.tolist()
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(Finished):
+        of_parts = [getattr(part, field.name) for part in parts]
+        if isinstance(of_parts[0], Tensor):
+            values[field.name] = torch.cat(of_parts)[order]
+        else:
+            together = [each for part in of_parts for each in part]
+            values[field.name] = [together[i] for i in on_cpu]
+    return Finished(**values)
 
 
 def acceptance(record: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
@@ -362,7 +364,7 @@ class Chains:
 
     def _residual(self, first: int, max_tries: int) -> Callable[[Tensor], Tensor]:
         """`draw_residual` of candidates `first` .. `max_tries` - 1, or `draw_after_block`, as a function of slots."""
-        offset = DRAFT_OFFSET if self.drafting else 0
+        offset = self.noise.DRAFT_OFFSET if self.drafting else 0
         if self._lookup.by_block:
             return functools.partial(draw_after_block, self._slots, self.noise, offset, self.window)
         return functools.partial(draw_residual, self._slots, self.noise, offset, first, max_tries)
@@ -388,6 +390,18 @@ class Chains:
             log_sigma_last=state[:, LOG_SIGMA_P],
         )
 
+    def run(self, inputs: Inputs, index: int = 0) -> Finished:
+        """Draws R tokens, and returns their chains in the order of the rows; `index`: of their noise."""
+        z, scale, temperature, seed, position = inputs
+        row = torch.arange(len(seed), device=self.device)
+        self.start(range(len(seed)), row, seed, position, z, scale, temperature, index)
+        ended = []
+        while self._chains:
+            finished = self.advance()
+            if finished is not None:
+                ended.append(finished)
+        return joined(ended)
+
     def _let_go(self, chains: Several[_Chain]) -> None:
         for chain in chains:
             chain.since = math.inf
@@ -395,227 +409,56 @@ class Chains:
         self._rows = None
 
 
-# The denoiser `speculative`, and its round.
+# The sampler.
 
-WINDOW = Option(
-    "window",
-    int,
-    "denoising steps drafted ahead in the head; 0 drafts none (default: the fastest on this device)",
-    high=WINDOWS[-1],
-    off=0,
-    metavar="W",
-)
-DRAFT = Option(
-    "draft",
-    DRAFTS,
-    "how the head's next outputs are predicted: by a fitted linear model (calibrated), or as equal to the last output"
-    " (frozen: no calibration, lower acceptance)",
-    default="calibrated",
-)
 VERIFICATIONS = {
     "steps": "each drafted state is accepted or rejected by itself",
     "block": "a window's states are judged together: fewer head calls, but each rejection takes more work",
 }
-VERIFICATION = Option(  # for heads whose variances are fixed
-    "verification",
-    VERIFICATIONS,
-    "whether drafted states are judged one by one (steps) or a window together (block: fewer head calls, more work"
-    " per rejection)",
-    default="steps",
-)
-# for short chains, which here always begin at timestep 999
-REMEDY = f"give num_sampling_steps=100, or ar's chains with first_timestep={SHORT_FIRST}"
 
 
-def chains_of(runner: ContinuousRunner, model: str, sequence: Sequence, trace_sigma: bool = False) -> Chains:
-    """Empty `Chains` of the "target" or "draft" model for sequences that share a round.
+@sampler("speculative", "exact", fit=True, whole=False)
+def speculative(
+    chain: Chain,
+    window: Annotated[
+        int | None,
+        option(
+            "denoising steps drafted ahead in the head; 0 drafts none (default: the fastest on this device)",
+            high=WINDOWS[-1],
+            off=0,
+            metavar="W",
+        ),
+    ] = None,
+    draft: Annotated[
+        str,
+        option(
+            "how the head's next outputs are predicted: by a fitted linear model (calibrated), or as equal to the last"
+            " output (frozen: no calibration, lower acceptance)",
+            kind=DRAFTS,
+        ),
+    ] = "calibrated",
+    verification: Annotated[
+        str,
+        option(
+            "whether drafted states are judged one by one (steps) or a window together (block: fewer head calls, more"
+            " work per rejection)",
+            kind=VERIFICATIONS,
+        ),
+    ] = "steps",
+) -> Tensor:
+    """Speculates on the head's own denoising chain; no draft model (arXiv 2501.05370).
 
-    With CUDA graphs, the chains of the last requests with equal settings are reused.
+    `verification` is for heads whose variances are fixed.
     """
-    make = functools.partial(_make_chains, runner, model, sequence.request, trace_sigma)
-    chains = runner.graphs.last(f"chains of {model}, {trace_sigma=}", sequence.key, make)
-    chains.clear()
-    return chains
-
-
-def _make_chains(runner: ContinuousRunner, model: str, request: Request, trace_sigma: bool) -> Chains:
-    head = runner.models[model].head
-    s = head.schedule(request.num_sampling_steps)
-    if request.draft == "frozen":
-        coefficients, drift = frozen(s)
-    else:
-        calibration = runner.tuning.calibrations[model].get(request)
-        coefficients, drift = calibration.coefficients, calibration.drift
-    table = draft_table(coefficients, drift, s, request.window, request.temperature)
-    return Chains(
-        head,
-        s,
-        send({"table": table}, runner.device)["table"],
-        runner.precision,
-        runner.noise,
-        graphs=runner.graphs,
-        trace_sigma=trace_sigma,
-        drafting=model == "draft",
-        by_block=request.verification == "block",
-        compiled=runner.tuning.compiled,
-    )
-
-
-class _Running:
-    """The chains of all running sequences of equal settings, and the record of every slot's tokens."""
-
-    def __init__(self, runner: ContinuousRunner, sequence: Sequence) -> None:
-        self.chains = chains_of(runner, "target", sequence)
-        shape = (runner.num_slots, runner.config.seq_len, self.chains.num_steps)
-        self.record = torch.zeros(shape, dtype=torch.int8, device=runner.device)
-
-    def begin(self, runner: ContinuousRunner, sequences: list[Sequence], rows: Rows, z: Tensor) -> None:
-        """Starts the chains of the sequences' next iteration."""
-        owners = []
-        for sequence, count in zip(sequences, rows.counts):
-            owners += [sequence] * count
-        row = rows.slot * runner.seq_len + rows.position
-        self.chains.start(owners, row, rows.seed, rows.position, z, rows.scale, rows.temperature)
-        for sequence, count in zip(sequences, rows.counts):
-            sequence.refresh = functools.partial(self.show, runner, sequence.slot)
-            sequence.iteration += 1
-            sequence.num_under_way = count
-            sequence.stats.iterations += 1
-            sequence.stats.backbone_calls += 1
-            sequence.stats.head_calls += 1
-            sequence.stats.head_evaluations += count * len(z)
-
-    def show(self, runner: ContinuousRunner, slot: int) -> None:
-        """Writes the head calls of a slot's tokens for a preview; those of tokens not yet generated mean nothing."""
-        runner.token_cost[slot] = (self.record[slot] != 0).sum(-1).float()
-
-    def advance(self, runner: ContinuousRunner, sequences: list[Sequence]) -> None:
-        """Launches all chains, which belong to these sequences, and commits the tokens of those that ended."""
-        num_branches = 2 if sequences[0].request.guided else 1
-        passes = self.chains.passes
-        for sequence in sequences:
-            sequence.stats.head_calls += passes
-            sequence.stats.head_evaluations += passes * sequence.num_under_way * self.chains.window * num_branches
-        finished = self.chains.advance()
-        if finished:
-            runner.tokens.view(-1, runner.config.token_dim)[finished.row] = finished.tokens
-            self.record.flatten(0, 1)[finished.row] = finished.record
-            for sequence, tries, fallbacks in zip(finished.owners, finished.tries, finished.fallbacks):
-                sequence.stats.resample_tries += tries
-                sequence.stats.fallbacks += fallbacks
-                # so many come from rounding, whose effect nobody has bounded
-                if sequence.stats.fallbacks > allowed_fallbacks(runner.seq_len * self.chains.num_steps):
-                    sequence.stats.guarantee = "heuristic"
-                sequence.num_under_way -= 1
-                sequence.num_committed += 1
-
-
-def run_round(
-    runner: ContinuousRunner,
-    batch: list[Sequence],
-    watch: Stopwatch,
-    backbone: Conditions = full_conditions,
-) -> list[Sequence]:
-    """Runs passes until three in four sequences have ended their iteration; returns the sequences that are finished.
-
-    It computes the same as `run_plain_round` with `denoise` below, but no sequence waits for the chains of others.
-    Sequences that have ended their iteration begin the next one, and their chains join the running ones. So no head
-    call waits for the slowest token, and a backbone call serves many sequences.
-    """
-    request = batch[0].request
-    if request.window == 0:
-        return run_plain_round(runner, batch, watch, backbone=backbone)
-    round_state = runner.round_state[batch[0].key]
-    if "running" not in round_state:
-        round_state["running"] = _Running(runner, batch[0])
-    running = round_state["running"]
-    idle = [s for s in batch if not s.num_under_way]
-    if idle:
-        rows = runner.next_rows(idle)
-        watch.start("backbone")
-        z = backbone(runner, idle, rows)
-        watch.start("head")
-        running.begin(runner, idle, rows, z)
-    watch.start("head")
-    busy = [s for s in batch if s.num_under_way]
-    while 4 * len(busy) > len(batch):
-        running.advance(runner, busy)
-        busy = [s for s in busy if s.num_under_way]
-    watch.start("other")
-    finished = [s for s in batch if s.num_committed == runner.seq_len]
-    if finished:
-        slots = send_integers([sequence.slot for sequence in finished], runner.device)
-        records = running.record[slots]
-        given = runner.given(finished)
-        if given is not None:  # the record there is of the slots' previous sequences
-            records = records.masked_fill(given.unsqueeze(-1), 0)
-        runner.token_cost[slots] = (records != 0).sum(-1).float()
-        report = Report(records)
-        for index, sequence in enumerate(finished):
-            num_generated = sequence.request.num_generated(runner.seq_len)
-            sequence.complete_stats = functools.partial(
-                _count, sequence.stats, report, index, request.window, num_generated
-            )
-    return finished
-
-
-def _count(stats: RoundStats, records: Report, index: int, window: int, num_generated: int) -> None:
-    """Adds the counts of a sequence's `num_generated` chains, from the records [B, L, T]."""
-    record = records.array()[index]
-    stats.head_calls_per_token = float((record != 0).sum() / num_generated)
-    stats.by_lag, stats.by_step = (counts.tolist() for counts in acceptance(record, window))
-
-
-def check(request: Request, runner: ContinuousRunner) -> None:
-    """Raises ValueError if the window does not fit the denoising steps, or temperature is 0."""
-    if request.window is not None:
-        most = min(WINDOWS[-1], request.num_sampling_steps)
-        check_integer("window", request.window, 0, most, "it is how many denoising steps are drafted ahead")
-        if request.window and request.temperature == 0:
-            raise ValueError(f"window={request.window} needs temperature > 0: without noise there are no densities")
-
-
-def resolve(request: Request, runner: ContinuousRunner) -> Request:
-    """The request with the fastest window for it on this device, if it does not have a window."""
-    if request.window is not None:
-        return request
-    return request.but(**runner.tuning.choice(request, runner.num_slots).config)
-
-
-@denoiser(
-    "speculative",
-    "exact",
-    options=(WINDOW, DRAFT),
-    needs="calibration",
-    check=check,
-    resolve=resolve,
-    advice=functools.partial(ancestral_advice, remedy=REMEDY),
-    run_round=run_round,
-)
-def denoise(
-    runner: ContinuousRunner, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False
-) -> Denoised:
-    """Runs speculative chains of all rows until the last one has ended; arguments as in `cspd.heads.chain`."""
-    request = rows.sequences[0].request
-    if request.window == 0:
-        return denoise_ancestral(runner, model, rows, z, index=index, densities=densities)
-    round_state = runner.round_state[rows.sequences[0].key]
-    if (model, densities) not in round_state:
-        round_state[model, densities] = chains_of(runner, model, rows.sequences[0], trace_sigma=densities)
-    chains = round_state[model, densities]
-    num = len(rows.seed)
-    row = torch.arange(num, device=z.device)
-    chains.start(range(num), row, rows.seed, rows.position, z, rows.scale, rows.temperature, index)
-    tokens, log_sigma_last = z.new_empty(2, num, runner.config.token_dim)
-    record = torch.empty(num, chains.num_steps, dtype=torch.int8, device=z.device)
-    log_sigma = z.new_empty(num)
-    while chains.owners:
-        finished = chains.advance()
-        if finished:
-            tokens[finished.row], record[finished.row] = finished.tokens, finished.record
-            log_sigma[finished.row], log_sigma_last[finished.row] = finished.log_sigma, finished.log_sigma_last
-    own_calls = (record != 0).sum(1).cpu().numpy()
-    evaluations = (1 + (own_calls - 1) * chains.window) * len(z)
-    head_calls = np.zeros(len(rows.sequences), np.int64)
-    np.maximum.at(head_calls, rows.owner, own_calls)
-    return Denoised(tokens, own_calls, head_calls, evaluations, log_sigma, log_sigma_last)
+    chains = chain.fitted.chains(chain, window, draft, verification)
+    if chains is None:  # nothing is drafted
+        return ancestral(chain)
+    ended = chains.run(chain.inputs, chain.noise_index)
+    record = ended.record.cpu().numpy()
+    calls = (record != 0).sum(1)
+    verified, accepted = acceptance(record, chains.window)[0].sum(1).tolist()
+    chain.tally.drafted = verified, accepted
+    chain.tally.by_row = np.stack([calls, (1 + (calls - 1) * chains.window) * len(chain.z)])
+    for observer in chain.observers:
+        observer.verified(chain, ended)
+    return ended.tokens

@@ -15,7 +15,6 @@ from cspd.device import Precision, send_integers
 from cspd.graphs import compiled
 from cspd.heads import block
 from cspd.heads.chain import Schedule, guided, modulation_size, most_bytes
-from cspd.noise import Purpose
 from mar.head import Head, fill, filled
 
 # Diagonal Gaussians: log-ratios, and a maximal coupling of p and q.
@@ -216,10 +215,10 @@ class Slots:
     """C slots for chains of T steps. Values of free slots mean nothing.
 
     Args:
-        num_branches: G, 2 with guidance. tabled: also store the head's modulations at all steps.
+        num_branches: G, 2 or 3 with guidance. tabled: also store the head's modulations at all steps.
 
     Attributes:
-        state: [C, 8, d], see `Moved`. scale: guidance [C, 1, 1].
+        state: [C, 8, d], see `Moved`. scale: guidance [C, 1, G - 1].
         progress: int64 [C, 4]: `Moved.left` and `Moved.phase`; the residual candidates drawn so far, and how often all
             of them were rejected.
         names: int64 [C, 3], the chain's row, and the seed and position of its noise. log_sigma: [C], the sum so far.
@@ -239,7 +238,7 @@ class Slots:
         self.state = zeros(STATE_ROWS, head.channels)
         self.progress = zeros(4, dtype=torch.int64)
         self.names = zeros(3, dtype=torch.int64)
-        self.scale, self.log_sigma = zeros(1, 1), zeros()
+        self.scale, self.log_sigma = zeros(1, max(1, num_branches - 1)), zeros()
         self.draws = zeros(num_steps, head.channels + 1)
         self.record = zeros(num_steps, dtype=torch.int64)
         self.c_embed = zeros(num_branches, head.width)
@@ -356,8 +355,7 @@ def draw_after_block(slots: Slots, noise: types.ModuleType, offset: int, window:
     # the step of the rejected state, and those of the next window
     step = (progress[:, LEFT:PHASE] - torch.arange(window + 1, device=rows.device)).clamp(min=0)
     index = progress[:, TRIES : TRIES + 1] + offset
-    normals = noise.normal(seed, Purpose.CANDIDATE, position, step, index, num=state.shape[-1])
-    uniform = noise.uniform(seed, Purpose.CANDIDATE_ACCEPT, position, step, index, num=1)
+    normals, uniform = noise.after_block(seed, position, step, index, state.shape[-1])
     log_uniform = torch.where(step.unsqueeze(-1) > 0, uniform.log(), -torch.inf)  # as in `Chains.start`
     at = rows.unsqueeze(1) * slots.num_steps + step[:, 1:]
     slots.draws.view(-1, slots.draws.shape[-1])[at] = torch.cat([normals, log_uniform], dim=-1)[:, 1:]
@@ -591,7 +589,7 @@ def move(
         end_indices: int64 [R, W], T slot - w for w = 1 .. W. With `left` added, they are the indices of the window's
             steps left - 1, left - 2, .. in the flat list of all slots' steps, [C T].
         row_starts: int64 [R], W r: the index of each window's first step in the flat list of all windows' steps, [R W].
-        scale: guidance [R, 1, 1]. state, left, phase: as in `Moved`. trace_sigma: whether to sum log sigma_p.
+        scale: guidance [R, 1, G - 1]. state, left, phase: as in `Moved`. trace_sigma: whether to sum log sigma_p.
     """
     window = len(lookup.lags)
     num_chains, _, channels = state.shape

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cspd.continuous.rows import Conditions, Rows, full_conditions
 from cspd.device import check_fits, send_integers
-from cspd.heads.chain import Conditions, Rows, full_conditions
 from cspd.masked.orders import num_rounds, timetable
 from cspd.masked.runner import MARRunner
 from cspd.method import as_it_is, nothing_more

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from cspd import noise
+from cspd.continuous.rows import Rows, full_conditions
+from cspd.continuous.tuning import TRACE_SEED, traced
 from cspd.device import seconds_of, send_integers
 from cspd.files import measured_once, of_device, remember, user_cache
 from cspd.graphs import Graphs
-from cspd.heads.calibrated import Predictor, drawing, make_segments, plan_of
-from cspd.heads.calibration import TRACE_SEED, WINDOWS, Price, Trace, check_arrays, joined, price_of, traced
-from cspd.heads.chain import Rows, Schedule, full_conditions, is_full_call
+from cspd.heads.calibrated import Predictor, follow, make_segments, plan_of
+from cspd.heads.calibration import WINDOWS, Price, Trace, check_arrays, joined, price_of
+from cspd.heads.chain import Chain, Inputs, Schedule, is_full_call
 from cspd.heads.prices import of_calls, of_conditions
 from cspd.masked.backbones import conditions
 from cspd.masked.orders import timetable
@@ -143,7 +145,7 @@ def _price_calls(
     runner: MARRunner, chains: Trace, predictor: Predictor, s: Schedule, advance: Advance
 ) -> tuple[list[tuple[int, int]], np.ndarray]:
     """Pairs (head calls, null_every) [H], and their prices and standard errors [H, 2], on half of the exact chains."""
-    some = chains.to(runner.device).some(len(chains.seed) // 2)
+    some = chains.to(runner.device).some(len(chains.image) // 2)
     numbers = [number for number in HEAD_CALLS if number < len(s)] or [len(s)]
     pairs = list(itertools.product(numbers, NULL_EVERY if len(chains.z) == 2 else (1,)))
     predicted = predictor.coefficients, predictor.drift
@@ -151,7 +153,7 @@ def _price_calls(
     for number, null_every in pairs:
         calls = calls_of(plan_of(predictor.skip_cost, number).steps, null_every)
         nats = of_calls(runner.target.head, some, some.z, s, *predicted, calls, runner.precision)
-        prices.append(price_of(nats, some.seed))
+        prices.append(price_of(nats, some.image))
         advance(0.25 / len(pairs))
     return pairs, np.array(prices, np.float32)
 
@@ -191,7 +193,7 @@ def _price_conditions(runner: MARRunner, later: Several[Trace], z: Tensor, s: Sc
     """The price of other conditions z [G, R, D] at each of several iterations."""
     chains = joined(later).to(runner.device)
     nats = of_conditions(runner.target.head, chains, z, s, runner.precision, EVERY)
-    return [part.mean().item() for part in nats.split([len(part.seed) for part in later])]
+    return [part.mean().item() for part in nats.split([len(part.image) for part in later])]
 
 
 def _factors(by_lag: np.ndarray, anchors: Several[int], num_iter: int) -> tuple[np.ndarray, np.ndarray]:
@@ -278,7 +280,7 @@ def _time_calls(runner: MARRunner, predictor: Predictor, request: Request, size:
     seconds = []
     for null_every in (1, num_calls):
         segments = make_segments(steps, s, predictor, np.zeros((num_calls, 2)), null_every, device)
-        draw = drawing(head, noise, segments, s, runner.precision)
+        draw = functools.partial(_draw, runner, s, segments)
         run = functools.partial(runner.graphs.run, ("timed", null_every, size), draw, z, ones, ones, index, index)
         seconds.append(_timed(run, device))
     num_full = sum(segment.is_full for segment in segments)
@@ -288,6 +290,12 @@ def _time_calls(runner: MARRunner, predictor: Predictor, request: Request, size:
     both = seconds[0] / num_calls
     one = (seconds[1] - num_full * both) / (num_calls - num_full)
     return both, min(max(one, 0.0), both)
+
+
+def _draw(runner: MARRunner, s: Schedule, segments: list, *inputs: Tensor) -> Tensor:
+    """Tokens by calibrated chains."""
+    with runner.precision.fast():
+        return follow(Chain(runner.target.head, s, Inputs(*inputs), noise, runner.precision), segments)
 
 
 # The plans of requests (`cspd.masked.plan`), from prices and costs that are measured on first use.
@@ -332,7 +340,7 @@ class Planner:
     """The prices of a target, the costs of its rounds on this device, and the plans that follow from them.
 
     Args:
-        tuning: the `cspd.heads.tuning.Tuning` of the target.
+        tuning: the `cspd.continuous.tuning.Tuning` of the target.
     """
 
     def __init__(self, tuning: Any) -> None:
@@ -430,7 +438,7 @@ class Planner:
         runner = MARRunner(self.target, len(requests), self.device, self.precision)
         z = conditions_of(Replay(runner, requests, images.tokens), range(request.num_iter))
         nats = divergence_of(self.calibrations, request.but(**plan.settings), images.chains, z)
-        return PlanPrice(np.array(price_of(nats, images.chains.seed), np.float32))
+        return PlanPrice(np.array(price_of(nats, images.chains.image), np.float32))
 
     def _other_images(self, request: Request) -> ExactImages:
         """Exact images that no price was measured on; the last ones are remembered."""
@@ -559,12 +567,12 @@ def audit(
     """
     runner = exact.runner
     parts = exact.chains(iterations)
-    weight = torch.tensor(np.repeat(weights, [len(part.seed) for part in parts]), device=runner.device)
+    weight = torch.tensor(np.repeat(weights, [len(part.image) for part in parts]), device=runner.device)
     chains = joined(parts).to(runner.device)
     tokens = torch.cat([runner.tokens[rows.slot, rows.position] for rows in map(exact.rows, iterations)])
     z = conditions_of(own, iterations)
     squares = (tokens - chains.tokens).square().mean(1)
-    return Found(weight * of_run(chains, z), chains.seed, weight * squares)
+    return Found(weight * of_run(chains, z), chains.image, weight * squares)
 
 
 def conditions_of(own: Replay, iterations: Several[int]) -> Tensor:
@@ -581,7 +589,7 @@ def divergence_of(calibrations: Any, request: Request, chains: Trace, z: Tensor)
     """The divergence [N], nats, of a resolved request's way to draw tokens, from exact chains.
 
     Args:
-        calibrations: of the model, see `cspd.heads.tuning`. chains: exact, on the device. z: the run's conditions.
+        calibrations: of the model, see `cspd.continuous.tuning`. chains: exact, on the device. z: the run's conditions.
     """
     head, precision = calibrations.model.head, calibrations.precision
     s = head.schedule(request.num_sampling_steps)

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cspd.continuous.denoisers import DENOISERS, check_ancestral, of_kind
+from cspd.continuous.rows import Densities, Drawn, Rows, advance
 from cspd.device import send, send_integers
-from cspd.heads import calibrated, solvers, speculative  # noqa: F401 - they register their denoisers
-from cspd.heads.chain import DENOISERS, Denoised, Rows, advance, check_ancestral
+from cspd.heads.samplers import DIFFUSION
 from cspd.heads.verify import first_accepted
 from cspd.masked.runner import MARRunner
 from cspd.method import Method, choices
@@ -98,7 +99,7 @@ OPTIONS = (
     ),
     *(
         option
-        for option in choices("chains", DENOISERS, "how both models denoise a token", default="ancestral")
+        for option in choices("chains", of_kind(DIFFUSION), "how both models denoise a token", default="ancestral")
         if option.name != "audit"  # an audit of two models' chains is not reported
     ),
 )
@@ -107,11 +108,11 @@ MAX_TRIES = 100  # candidates of a rejected token, before the target's own token
 
 def _denoise(
     runner: MARRunner, model: str, request: Request, rows: Rows, z: Tensor, index: int = 0
-) -> tuple[Paths, Denoised]:
+) -> tuple[Paths, Drawn]:
     """Draws rows with a model's head by the request's chains: their paths, and their costs."""
-    made = DENOISERS[request.chains].denoise(runner, model, rows, z, index=index, densities=True)
-    assert made.log_sigma is not None and made.log_sigma_last is not None  # densities=True
-    return Paths(made.tokens, made.log_sigma, made.log_sigma_last), made
+    seen = Densities(len(rows.seed), runner.config.token_dim, runner.device)
+    made = DENOISERS[request.chains].denoise(runner, model, rows, z, index=index, observers=(seen,))
+    return Paths(made.tokens, seen.log_sigma, seen.log_sigma_last), made
 
 
 def _draft(runner: MARRunner, batch: list[Sequence], counts: list[int], watch: Stopwatch) -> Paths:
@@ -136,7 +137,7 @@ def _draft(runner: MARRunner, batch: list[Sequence], counts: list[int], watch: S
         drafting = send_integers(index, runner.device)
         for values, of_token in zip(drafted, paths):
             values[drafting, offset] = of_token
-        for sequence, head_calls in zip(active, made.head_calls_by_sequence(len(active))):
+        for sequence, head_calls in zip(active, made.head_calls.tolist()):
             sequence.stats.draft_backbone_calls += 1
             sequence.stats.draft_head_calls += head_calls
     return drafted
@@ -245,14 +246,14 @@ def _account(
     runner: MARRunner,
     batch: list[Sequence],
     rows: Rows,
-    made: Denoised,
+    made: Drawn,
     num_decided: list[int],
     accepted: np.ndarray,
     tries: np.ndarray,
 ) -> None:
     """Adds a round to the statistics; `accepted` and `tries` are of all drafted tokens [R], sequence by sequence."""
     first = 0
-    head_calls = made.head_calls_by_sequence(len(batch))
+    head_calls = made.head_calls.tolist()
     for sequence, count, own_decided, own_calls in zip(batch, rows.counts, num_decided, head_calls):
         drafted = slice(first, first + count)
         decided = slice(first, first + own_decided)

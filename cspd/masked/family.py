@@ -10,25 +10,19 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from cspd.continuous.denoisers import ANCESTRAL_MIXED, DENOISERS, ancestral_advice, check_ancestral, of_kind
+from cspd.continuous.rows import Denoiser, run_plain_round
+from cspd.continuous.tuning import SEARCHED_WINDOWS, Tuning
 from cspd.device import Precision
 from cspd.graphs import Graphs
-from cspd.heads.chain import (
-    ANCESTRAL_MIXED,
-    ANCESTRAL_OPTIONS,
-    DENOISERS,
-    Denoiser,
-    ancestral_advice,
-    check_ancestral,
-    run_plain_round,
-)
-from cspd.heads.tuning import SEARCHED_WINDOWS, Tuning
+from cspd.heads.samplers import DIFFUSION, Sampler, for_users_samplers
 from cspd.masked import budget
 from cspd.masked.backbones import BACKBONES, Backbone
 from cspd.masked.cspd import CSPD
 from cspd.masked.orders import ORDERS, ROUNDS, Order, check_rounds
 from cspd.masked.plan import EXACT
 from cspd.masked.runner import MARRunner, check_memory, usual_tokens
-from cspd.method import Method, choices, register_family, with_defaults
+from cspd.method import Method, choices, register, register_family, with_defaults
 from cspd.models import NO_NAMES, ClassNames
 from cspd.option import BUDGET as ANY_BUDGET
 from cspd.request import Request, Sequence, Stopwatch
@@ -40,7 +34,7 @@ from mar.vae import AutoencoderKL
 #
 # * order: the generation order of the tokens, `cspd.masked.orders`.
 # * backbone: how their conditions z are computed, `cspd.masked.backbones`.
-# * denoiser: how a token is drawn from z, `cspd.heads.chain`.
+# * denoiser: how a token is drawn from z, `cspd.heads.samplers`.
 #
 # A method that is named after its denoiser can be combined with any order and backbone; the others with any denoiser
 # too.
@@ -118,7 +112,7 @@ def sampling(
         *choices("backbone", BACKBONES, MEANING["backbone"], backbone, **defaults),
     ]
     if any_denoiser:
-        options += choices("denoiser", DENOISERS, MEANING["denoiser"], denoiser, **defaults)
+        options += choices("denoiser", of_kind(DIFFUSION), MEANING["denoiser"], denoiser, **defaults)
     else:
         options += with_defaults(DENOISERS[denoiser].options, defaults)
     return Method(
@@ -148,7 +142,7 @@ AR = Method(
     summary="baseline sampling: every token takes the full denoising chain",
     papers={"2406.11838": "Autoregressive Image Generation without Vector Quantization"},
     run_round=run_plain_round,
-    options=ANCESTRAL_OPTIONS,
+    options=DENOISERS["ancestral"].options,
     mixed=lambda request: ANCESTRAL_MIXED,
     check=check_ancestral,
     advice=ancestral_advice,
@@ -390,3 +384,12 @@ register_family(
     """,
     windows=SEARCHED_WINDOWS,
 )
+
+
+def add_method(sampler: Sampler) -> None:
+    """Makes a method of a user's sampler."""
+    if sampler.of in (None, DIFFUSION):
+        register(sampling(sampler.name, sampler.summary, {}, denoiser=sampler.name))
+
+
+for_users_samplers(add_method)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from cspd import kernels
 from cspd import noise as philox_noise
+from cspd.continuous.rows import Rows, without_lost_noise
 from cspd.device import Precision, check_fits, send, send_integers
 from cspd.graphs import Graphs
 from cspd.graphs import compiled as by_compiler
-from cspd.heads.chain import Rows, without_lost_noise
 from cspd.masked.orders import ORDERS, cosine, largest, timetable
 from cspd.method import Method, complete, with_tokens
 from cspd.option import MAR_OPTIONS, NUM_ITER
@@ -73,7 +73,7 @@ class MARRunner:
         target: the model. num_slots: sequences in flight at most. device, precision: where and how it computes.
         noise: the source of randomness: a namespace with the functions of `cspd.noise`.
         draft: a smaller model of the same tokens. vae: their autoencoder, for images.
-        tuning: a `cspd.heads.tuning.Tuning`, for methods that speculate in the head.
+        tuning: a `cspd.continuous.tuning.Tuning`, for methods that speculate in the head.
         graphs: captures and replays work of fixed shape; by default nothing is captured.
         compiled: whether the full backbone and denoising steps run through torch.compile.
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cspd.causal.solvers import grid, solve
 from heads import CHANNELS, FP32
 from velocity import VelocityHead
-
-from cspd.causal.solvers import grid, solve
 
 X = torch.linspace(-1.5, 1.5, 5).view(5, 1).repeat(1, CHANNELS)
 SPREAD, CENTRE = 0.4, 0.7

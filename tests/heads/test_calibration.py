@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cspd.heads.tuning import Calibrations
 from heads import FP32, LINEAR, ONE_GAUSSIAN, SIXTY, Case, fitted_mixture  # noqa: F401 - a fixture
 from toys import CPU
 
@@ -24,7 +25,6 @@ from cspd.graphs import programs_folder
 from cspd.heads import tuning
 from cspd.heads.calibrated import HEAD_CALLS, Predictor, Shortcut
 from cspd.heads.calibration import WINDOWS, fit, trace
-from cspd.heads.tuning import Calibrations
 from cspd.masked.runner import MARRunner
 from cspd.models import bundled
 from mar.head import schedule

@@ -7,6 +7,7 @@ import pytest
 import torch
 from causals import CausalGolden
 from conftest import relative_error
+from cspd.heads.solvers import solve
 from graphs import replayed
 from heads import FP32, Case, MixtureHead, gaussian_moments
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -18,7 +19,6 @@ from cspd.heads import chain as heads_chain
 from cspd.heads.calibrated import Predictor, make_segments
 from cspd.heads.calibration import frozen
 from cspd.heads.chain import ancestral, modulation_size
-from cspd.heads.solvers import solve
 from mar.head import Head, schedule
 
 CPU = torch.device("cpu")

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import relative_error
+from cspd.heads.solvers import chain_lengths, solve
 from heads import FP32, MixtureHead
 
 from cspd import Engine, MARModels, Request, noise
 from cspd.heads.calibrated import plan_of
 from cspd.heads.chain import DENOISERS, ancestral
-from cspd.heads.solvers import chain_lengths, solve
 from cspd.masked.orders import cosine
 from cspd.request import Sequence
 from mar.head import respaced, schedule

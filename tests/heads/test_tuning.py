@@ -9,13 +9,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from cspd.heads.tuning import Costs, measure, measured_costs
 from heads import FP32, MIXTURE, Case, fitted_mixture  # noqa: F401 - a fixture
 from toys import CPU
 
 from cspd.device import Precision
 from cspd.heads import tuning
 from cspd.heads.calibration import WINDOWS
-from cspd.heads.tuning import Costs, measure, measured_costs
 from cspd.method import GAIN, PLAIN
 
 ROWS = (1, 4, 16, 64)

@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cspd import noise
+from cspd.continuous.rows import BASELINE, ContinuousRunner, Drawn, MakeRunner, Rows, run_plain_round
 from cspd.device import Precision, seconds_of, send
 from cspd.files import ArrayCache, Kind, content_hash, measured_once, of_device, remember, user_cache
 from cspd.graphs import Graphs
@@ -33,25 +34,23 @@ from cspd.heads.calibrated import (
     plan_of,
 )
 from cspd.heads.calibration import (
-    CHOOSING,
-    PARTS,
-    SEEN,
-    TRACE_SEED,
+    TRACE_TOKENS,
     WINDOWS,
     Calibration,
+    Recorder,
     Trace,
     draft_table,
     fit,
     frozen,
-    num_traced,
-    trace,
+    joined,
 )
-from cspd.heads.chain import MakeRunner, Schedule, drawing
+from cspd.heads.chain import Chain, Inputs, Schedule
+from cspd.heads.samplers import ancestral, compiled_ancestral
 from cspd.heads.speculative import Chains
 from cspd.heads.verify import table_size
 from cspd.method import PLAIN, Choice, DraftChooser, choose_by_gain, is_enough
-from cspd.request import Request
-from cspd.terminal import counting, no_advance
+from cspd.request import Request, Sequence, Stopwatch
+from cspd.terminal import Advance, counting, no_advance
 from mar.head import Head
 
 # The window: a cost model of the head on this device, and the window that it recommends.
@@ -196,7 +195,11 @@ def _time_one_size(chains: Chains, z: Tensor, graphs: Graphs, compiled: bool) ->
     seed, position = torch.arange(size, device=device), torch.arange(size, device=device)
     ones = torch.ones(size, 1, device=device)  # guidance scales and temperatures
 
-    draw = drawing(chains.head, noise, chains.head.schedule(ANCESTRAL_STEPS), chains.precision, is_compiled=compiled)
+    s, sample = chains.head.schedule(ANCESTRAL_STEPS), compiled_ancestral if compiled else ancestral
+
+    def draw(*inputs: Tensor) -> Tensor:
+        with chains.precision.fast():
+            return sample(Chain(chains.head, s, Inputs(*inputs), noise, chains.precision))
 
     def run_ancestral() -> None:
         graphs.run("ancestral", draw, z, ones, ones, seed, position)
@@ -215,6 +218,144 @@ def _time_one_size(chains: Chains, z: Tensor, graphs: Graphs, compiled: bool) ->
         launches = [seconds_of(chains.advance, device) for _ in range(PASSES // chains.passes)]
         times["round"].append(statistics.median(launches) / chains.passes)
     return times
+
+
+# Traces: chains of the model's own samples.
+
+TRACE_ITERATIONS, TRACE_SEED = 8, 2**40
+REPORTED_IMAGES, REPORTED_SEED = 16, 2**42  # images differ more than an image's tokens: a few would not show the error
+
+# The part of the images that a trace has. A fit sees the first, chooses by the second, and what is reported of it is
+# measured on the third: the smallest of several values that were measured on the same images is too small.
+SEEN, CHOOSING, REPORTED = PARTS = ("seen", "choosing", "reported")
+
+
+def num_traced(length: int, device: torch.device, part: str = SEEN) -> int:
+    """Images of L tokens in a part's trace.
+
+    Fits take at least two, or one on a CPU, where a large model would take minutes.
+    """
+    least = 1 if device.type == "cpu" else 2
+    if part == REPORTED:
+        least = REPORTED_IMAGES
+    return max(least, -(-TRACE_TOKENS // length))
+
+
+def trace(
+    model: Any,
+    request: Request,
+    device: torch.device,
+    precision: Precision,
+    make_runner: MakeRunner,
+    part: str = SEEN,
+    advance: Advance = no_advance,
+) -> Trace:
+    """Samples the images of a part, with labels and iterations mixed; each part has other labels and seeds.
+
+    `advance` is called with each share of the work, 1 in all.
+    """
+    length, num_classes = model.config.seq_len, model.config.class_num
+    num_images = num_traced(length, device, part)
+    spread = max(1, num_classes // num_images)  # distance between labels
+    seeds = {SEEN: TRACE_SEED, CHOOSING: TRACE_SEED + num_images, REPORTED: REPORTED_SEED}
+    common = {"num_iter": min(TRACE_ITERATIONS, length), "cfg": request.cfg, "cfg_schedule": request.cfg_schedule}
+    common |= {"temperature": request.temperature, "num_sampling_steps": request.num_sampling_steps}
+    batch = []
+    for i in range(num_images):
+        label = (i * spread + PARTS.index(part)) % num_classes
+        batch.append(Sequence(Request(label, seeds[part] + i, "ar", **common), ticket=i, slot=i))
+    runner, watch = make_runner(model, num_images, device, precision), Stopwatch(device)
+    runner.admit(batch)
+    parts: list[Trace] = []
+    num_rounds = len(runner.num_masked(batch[0].request))
+    share = 1 / (num_rounds * request.num_sampling_steps)
+    denoise = functools.partial(traced, parts, lambda: advance(share))
+    for _ in range(num_rounds):
+        run_plain_round(runner, batch, watch, denoise=denoise)
+    return joined(parts)
+
+
+class _Progress(Recorder):
+    """A recorder that shows its progress."""
+
+    def __init__(self, advance: Callable[[], None]) -> None:
+        super().__init__()
+        self.advance = advance
+
+    def evaluated(self, *call: Any) -> None:
+        super().evaluated(*call)
+        self.advance()
+
+
+def traced(
+    parts: list[Trace], advance: Callable[[], None], runner: ContinuousRunner, model: str, rows: Rows, z: Tensor
+) -> Drawn:
+    """Draws an iteration's rows, adds their chains to `parts`, and calls `advance` at each step."""
+    recorder = _Progress(advance)
+    made = BASELINE.denoise(runner, model, rows, z, observers=(recorder,))
+    parts.append(recorder.trace(made.tokens, rows.seed))
+    return made
+
+
+class Fitted:
+    """The fits of a model's head for sequences of equal settings: `Chain.fitted`."""
+
+    def __init__(self, runner: ContinuousRunner, model: str, sequence: Sequence) -> None:
+        self.runner, self.model, self.request, self.key = runner, model, sequence.request, sequence.key
+        self.calibrations = runner.tuning.calibrations[model]
+        self._made: dict[bool, Chains] = {}
+
+    @functools.cached_property
+    def measured(self) -> dict[str, float | None]:
+        """What was measured of `calibrated`, by the names in `RoundStats`."""
+        return {} if self.request.corrected is False else self.calibrations.shortcut(self.request).measured()
+
+    def segments(self, *settings: Any) -> list[Segment]:
+        """Those of the request's plan, whose settings these are."""
+        return self.calibrations.segments(self.request)
+
+    def plan(self, head_calls: int) -> tuple[int, ...]:
+        """Steps of head calls; equal for both models, since CSpD compares their chains."""
+        return self.runner.tuning.calibrations["target"].plan(self.request, head_calls).steps
+
+    def chains(self, chain: Chain, window: int | None, draft: str, verification: str) -> Chains | None:
+        """Empty `Chains` for these tokens; None if nothing is drafted."""
+        if not window:
+            return None
+        is_watched = bool(chain.observers)
+        if is_watched not in self._made:
+            self._made[is_watched] = self.chains_of(is_watched)
+        return self._made[is_watched]
+
+    def chains_of(self, trace_sigma: bool = False) -> Chains:
+        """Empty `Chains`. With CUDA graphs, those of the last requests with equal settings are reused."""
+        make = functools.partial(self._make_chains, trace_sigma)
+        chains = self.runner.graphs.last(f"chains of {self.model}, {trace_sigma=}", self.key, make)
+        chains.clear()
+        return chains
+
+    def _make_chains(self, trace_sigma: bool) -> Chains:
+        request, runner = self.request, self.runner
+        head = runner.models[self.model].head
+        s = head.schedule(request.num_sampling_steps)
+        if request.draft == "frozen":
+            coefficients, drift = frozen(s)
+        else:
+            calibration = self.calibrations.get(request)
+            coefficients, drift = calibration.coefficients, calibration.drift
+        table = draft_table(coefficients, drift, s, request.window, request.temperature)
+        return Chains(
+            head,
+            s,
+            send({"table": table}, runner.device)["table"],
+            runner.precision,
+            runner.noise,
+            graphs=runner.graphs,
+            trace_sigma=trace_sigma,
+            drafting=self.model == "draft",
+            by_block=request.verification == "block",
+            compiled=runner.tuning.compiled,
+        )
 
 
 # Fits to the models, and the costs of this device.
@@ -273,6 +414,14 @@ class Tuning(DraftChooser):
             if model is not None
         }
         self._costs: dict[bool, Costs] = {}
+
+    @staticmethod
+    def fitted(runner: ContinuousRunner, model: str, sequence: Sequence) -> Fitted:
+        """The fits for a running sequence; they live as long as sequences of its settings."""
+        state = runner.round_state[sequence.key]
+        if ("fitted", model) not in state:
+            state["fitted", model] = Fitted(runner, model, sequence)
+        return state["fitted", model]
 
     def costs(self, guided: bool, again: bool = False) -> Costs:
         """The head's costs on this device, measured on first use or `again`; cached in the user's cache folder."""

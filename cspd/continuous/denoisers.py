@@ -1,0 +1,187 @@
+"""The head's samplers as choices of requests: what is checked and decided for each. See `cspd.heads.samplers`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from cspd.continuous import speculate
+from cspd.continuous.rows import ContinuousRunner, Denoiser
+from cspd.heads import calibrated, samplers, speculative  # noqa: F401 - they register their samplers
+from cspd.heads.calibrated import HEAD_CALLS, Predictor, Shortcut
+from cspd.heads.calibration import WINDOWS
+from cspd.heads.samplers import SAMPLERS, SHORT, SHORT_FIRST, Sampler, for_users_samplers
+from cspd.option import Option, check_integer
+from cspd.request import Request
+from mar.head import TRAIN_STEPS
+
+# Chains: their first timestep, and their length.
+
+ANCESTRAL_MIXED = ("num_iter", "cfg", "cfg_schedule", "temperature")  # may differ between the rows of a chain
+
+
+def check_first(request: Request, num_steps: int) -> None:
+    """Raises ValueError if a chain of `num_steps` has more steps than timesteps up to its first."""
+    if request.first_timestep is not None:
+        why = f"it begins a chain of {num_steps} steps"
+        check_integer("first_timestep", request.first_timestep, num_steps - 1, TRAIN_STEPS - 1, why)
+
+
+def check_ancestral(request: Request, runner: ContinuousRunner) -> None:
+    """Raises ValueError if a chain has more steps than timesteps up to its first."""
+    check_first(request, request.num_sampling_steps)
+
+
+def ancestral_advice(request: Request, remedy: str = f"give first_timestep={SHORT_FIRST}") -> str | None:
+    """Advice for short chains, whose first step from timestep 999 multiplies errors by thousands; None for others."""
+    num_steps = request.num_sampling_steps
+    if num_steps >= SHORT or request.first_timestep is not None:
+        return None
+    return f"a chain of {num_steps} denoising steps overshoots in its first one: {remedy}"
+
+
+def check_range(request: Request, runner: ContinuousRunner) -> None:
+    """Raises ValueError if `lower` is above `upper`, or `upper` above the number of timesteps up to the first."""
+    check_integer("lower", request.lower, 2, request.upper, "the steps fall to it from upper")
+    check_first(request, request.upper)
+
+
+def check_solver(request: Request, runner: ContinuousRunner) -> None:
+    """Raises ValueError if there are more head calls than timesteps, or than steps to plan them at."""
+    check_first(request, request.head_calls)
+    if request.grid == "planned":
+        most = request.num_sampling_steps
+        check_integer("head_calls", request.head_calls, 2, most, f"a chain has {most} steps, at which they are planned")
+
+
+def resolve_solver(request: Request, runner: ContinuousRunner) -> Request:
+    """The unchanged request, after its grid was planned; raises ValueError if there is no such plan."""
+    if request.grid == "planned":
+        runner.tuning.calibrations["target"].plan(request, request.head_calls)
+    return request
+
+
+# `speculative`: its window.
+
+
+def check_window(request: Request, runner: ContinuousRunner) -> None:
+    """Raises ValueError if the window does not fit the denoising steps, or temperature is 0."""
+    if request.window is not None:
+        most = min(WINDOWS[-1], request.num_sampling_steps)
+        check_integer("window", request.window, 0, most, "it is how many denoising steps are drafted ahead")
+        if request.window and request.temperature == 0:
+            raise ValueError(f"window={request.window} needs temperature > 0: without noise there are no densities")
+
+
+def resolve_window(request: Request, runner: ContinuousRunner) -> Request:
+    """The request with the fastest window for it on this device, if it does not have a window."""
+    if request.window is not None:
+        return request
+    return request.but(**runner.tuning.choice(request, runner.num_slots).config)
+
+
+# `calibrated`: its plan, and its audit.
+
+LEAST_AUDIT = 1e-4  # with less, most images have no audited step and would seem to have no error
+AUDIT = Option(
+    "audit",
+    float,
+    "share of the skipped steps at which the head is evaluated after all, to measure this run's divergence",
+    default=0.0,
+    implied=True,
+    high=1,
+    metavar="FRACTION",
+)
+
+
+def check_plan(request: Request, runner: ContinuousRunner) -> None:
+    """Raises ValueError if the calls do not fit the steps, or an option needs temperature > 0."""
+    if request.head_calls is not None:
+        most = request.num_sampling_steps
+        check_integer("head_calls", request.head_calls, 2, most, f"a chain has {most} steps")
+    if 0 < (request.audit or 0) < LEAST_AUDIT:
+        raise ValueError(f"audit={request.audit} measures too few steps: give 0, or {LEAST_AUDIT}..1")
+    for name in ("divergence", "audit"):
+        if getattr(request, name) and request.temperature == 0:
+            raise ValueError(f"{name}={getattr(request, name)} needs temperature > 0: without noise nothing diverges")
+
+
+def resolve_plan(request: Request, runner: ContinuousRunner) -> Request:
+    """The request with its number of head calls.
+
+    Raises ValueError if there is no such plan, its predicted divergence is above `divergence`, or the chains that it
+    is fitted to are not finite.
+    """
+    calls, most = request.head_calls, request.divergence
+    if calls is None and most is None:
+        calls = min(HEAD_CALLS, request.num_sampling_steps)
+    calibrations = runner.tuning.calibrations["target"]
+    is_corrected = request.corrected is not False
+    kinds = (Predictor, Shortcut) if is_corrected else (Predictor,)
+    with calibrations.fitting(request.but(head_calls=calls), *kinds):
+        plan = calibrations.plan(request, calls, most if calls is None else None)
+        if most is not None and plan.cost > most:
+            predicted = f"head_calls={calls} has a predicted divergence of {plan.cost:.3g} nats per token"
+            raise ValueError(f"{predicted}, above divergence={most}: give only one of head_calls and divergence")
+        request = request.but(head_calls=len(plan.steps))
+        if is_corrected:
+            calibrations.shortcut(request)  # so that no round has to wait for the fit
+    if request.chains and is_corrected:  # CSpD's, of both models
+        runner.tuning.calibrations["draft"].shortcut(request)
+    return request
+
+
+def at_hand(request: Request, runner: ContinuousRunner) -> tuple[Request, float] | None:
+    """A checked request with the usual number of head calls, and its `Shortcut.difference`; None if it needs a fit."""
+    calibrations = runner.tuning.calibrations["target"]
+    usual = request.but(head_calls=min(HEAD_CALLS, request.num_sampling_steps))
+    shortcut = calibrations.find(usual, Shortcut) if calibrations.find(usual, Predictor) else None
+    return None if shortcut is None else (usual, shortcut.difference.item())
+
+
+# The table.
+
+SOLVER: dict[str, Any] = {"check": check_solver, "resolve": resolve_solver}
+# for short chains, which with a fit always begin at timestep 999
+SPECULATIVE_REMEDY = f"give num_sampling_steps=100, or ar's chains with first_timestep={SHORT_FIRST}"
+CALIBRATED_REMEDY = "give num_sampling_steps=100, which takes no more head calls"
+OWN: dict[str, dict[str, Any]] = {
+    "ancestral": {"mixed": ANCESTRAL_MIXED, "check": check_ancestral, "advice": ancestral_advice},
+    "annealed": {"mixed": ANCESTRAL_MIXED, "check": check_range},
+    "cached": {"mixed": ANCESTRAL_MIXED, "check": check_ancestral, "advice": ancestral_advice},
+    "frequency-weighted": {"mixed": (*ANCESTRAL_MIXED, "num_sampling_steps"), "check": check_range},
+    "ddim": SOLVER,
+    "dpm-solver++": SOLVER,
+    "euler": {"mixed": ANCESTRAL_MIXED[1:]},
+    "heun": {"mixed": ANCESTRAL_MIXED[1:]},
+    "calibrated": {
+        "check": check_plan,
+        "resolve": resolve_plan,
+        "advice": functools.partial(ancestral_advice, remedy=CALIBRATED_REMEDY),
+    },
+    "speculative": {
+        "check": check_window,
+        "resolve": resolve_window,
+        "advice": functools.partial(ancestral_advice, remedy=SPECULATIVE_REMEDY),
+        "run_round": speculate.run_round,
+    },
+}
+DENOISERS: dict[str, Denoiser] = {}  # by name, of all samplers
+
+
+def add(sampler: Sampler) -> None:
+    """Makes a sampler a choice of requests."""
+    options = tuple(option for option in sampler.options if option.name != "verification")  # for fixed variances only
+    if sampler.name == "calibrated":
+        options += (AUDIT,)
+    DENOISERS[sampler.name] = Denoiser(sampler, options, **OWN.get(sampler.name, {}))
+
+
+def of_kind(kind: str) -> dict[str, Denoiser]:
+    """The choices for a kind of heads, `DIFFUSION` or `FLOW`."""
+    return {name: DENOISERS[name] for name in sorted(DENOISERS) if DENOISERS[name].sampler.of in (None, kind)}
+
+
+for _sampler in SAMPLERS.values():
+    add(_sampler)
+for_users_samplers(add)

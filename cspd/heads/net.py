@@ -1,0 +1,148 @@
+"""Any network net(x, t, c) as a head that chains can run, and torch's generator as their source of noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# (x [N, *token], t [N], c [N, *condition]) -> outputs [N, ..]
+Function = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Net:
+    """A network with the interface of `mar.head.Head` that chains use.
+
+    `mar.head.Head` computes the modulations of many steps at once. A network of which nothing is known but its call
+    takes timestep and condition in their place.
+
+    Args:
+        function: maps x [N, *token], t [N] and c [N, *condition] to (eps, v), or to the velocity or the clean token of
+            a stochastic differential equation. It casts its inputs as it needs.
+        chain: maps a number of steps to a `Schedule`, always to the same object.
+        token: shape of a token, [d] or [P, d].
+        variances: whether the function predicts v too, as MAR's does.
+
+    Attributes:
+        channels: numbers of a token. width, cond_dim: numbers of a condition.
+    """
+
+    NO_TABLE = 2**62  # bytes of modulations: no table is large enough
+    own_type = None  # it chooses its own types, under every precision
+    res_blocks = ()
+
+    def __init__(
+        self,
+        function: Function,
+        chain: Callable[[int], Any],
+        token: Sequence[int],
+        variances: bool = False,
+    ) -> None:
+        self.function, self.chain, self.variances = function, chain, variances
+        self.token, self.channels = tuple(token), math.prod(token)
+
+    def take(self, condition: Sequence[int]) -> None:
+        """Sets the shape of a condition, which chains give as one row of numbers."""
+        self.condition = tuple(condition)
+        self.width = self.cond_dim = math.prod(condition)
+
+    def schedule(self, num_steps: int, first_timestep: int | None = None) -> Any:
+        """The chain of `num_steps` steps. Raises ValueError on a first timestep, which not every chain has."""
+        if first_timestep is not None:
+            raise ValueError(f"first_timestep={first_timestep}: this head's chain begins where it begins, omit it")
+        return self.chain(num_steps)
+
+    def ready(self) -> Net:
+        return self
+
+    def cond_embed(self, z: Tensor) -> Tensor:
+        return z.float()
+
+    def time_embed(self, timesteps: Tensor) -> Tensor:
+        return timesteps.float().unsqueeze(-1)
+
+    def modulations(self, t_embed: Tensor, c_embed: Tensor) -> list[Tensor]:
+        """Timestep and condition side by side, [..., 1 + width]; their leading dimensions broadcast."""
+        shape = torch.broadcast_shapes(t_embed.shape[:-1], c_embed.shape[:-1])
+        return [torch.cat([part.expand(*shape, -1) for part in (t_embed, c_embed)], dim=-1)]
+
+    def split(self, modulations: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        return [layer.split([1, self.width], dim=-1) for layer in modulations]
+
+    def denoise(self, x: Tensor, modulations: Sequence[tuple[Tensor, ...]]) -> Tensor:
+        """(eps, v) [..., 2d] of noisy tokens x [..., d]; v is 0 if the network does not predict it."""
+        ((t, c),) = modulations
+        shape = t.shape[:-1]
+        rows = x.expand(*shape, -1).reshape(-1, *self.token)
+        out = self.function(rows, t.reshape(-1), c.reshape(-1, *self.condition)).reshape(*shape, -1).float()
+        return out if self.variances else torch.cat([out, torch.zeros_like(out)], dim=-1)
+
+
+class TorchNoise:
+    """Random numbers from torch's generator, with the functions of `cspd.noise` that chains use.
+
+    Args:
+        begin, step: (rows, channels) -> standard normals [rows, channels] on the device, as the code that calls draws
+            them for the beginning of a chain and for each step. generator: of the other draws; by default torch's own.
+        repeat: the draws of as many rows are repeated for all; 0: every row has its own.
+    """
+
+    DRAFT_OFFSET = 0
+
+    def __init__(
+        self,
+        device: torch.device,
+        begin: Callable[[int, int], Tensor] | None = None,
+        step: Callable[[int, int], Tensor] | None = None,
+        *,
+        generator: torch.Generator | None = None,
+        repeat: int = 0,
+    ) -> None:
+        self.device, self.generator, self.repeat = device, generator, repeat
+        self.begin = begin or self._rows
+        self.step = step or self.begin
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device, generator=self.generator)
+
+    def _uniform(self, *shape: int) -> Tensor:
+        """Inside (0, 1), so that its logarithm is finite."""
+        tiny = torch.finfo(torch.float32).tiny
+        return torch.rand(*shape, device=self.device, generator=self.generator).clamp(min=tiny)
+
+    def _rows(self, num: int, *shape: int) -> Tensor:
+        return self._repeated(self._normal(self.repeat or num, *shape), num)
+
+    def _repeated(self, values: Tensor, num: int) -> Tensor:
+        return values.repeat(num // len(values), *[1] * (values.dim() - 1))
+
+    def initial(self, seed: Tensor, position: Tensor, channels: int, index: int = 0) -> Tensor:
+        """x_T [R, channels], see `cspd.noise.initial`."""
+        return self.begin(len(seed), channels)
+
+    def steps(self, seed: Tensor, position: Tensor, step: Tensor, channels: int, index: int = 0) -> Tensor:
+        """eps_t [n, R, channels] of steps [n], see `cspd.noise.steps`."""
+        return torch.stack([self.step(len(seed), channels) for _ in range(len(step))])
+
+    def chain(
+        self, seed: Tensor, position: Tensor, num_steps: int, channels: int, index: int = 0, accept_index: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x_T [R, channels], eps_t [R, T, channels] and uniform draws [R, T], see `cspd.noise.chain`."""
+        num = len(seed)
+        x, eps = self.begin(num, channels), self._rows(num, num_steps, channels)
+        return x, eps, self._repeated(self._uniform(self.repeat or num, num_steps), num)
+
+    def candidates(
+        self, seed: Tensor, position: Tensor, step: Tensor, first: int, num: int, channels: int, offset: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Residual candidates: normals [R, num, channels], uniform draws [R, num], see `cspd.noise.candidates`."""
+        return self._normal(len(seed), num, channels), self._uniform(len(seed), num)
+
+    def after_block(
+        self, seed: Tensor, position: Tensor, step: Tensor, index: Tensor, channels: int
+    ) -> tuple[Tensor, Tensor]:
+        """Normals [R, n, channels] and uniform draws [R, n, 1], see `cspd.noise.after_block`."""
+        return self._normal(*step.shape, channels), self._uniform(*step.shape, 1)
