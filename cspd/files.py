@@ -28,7 +28,7 @@ from safetensors.numpy import save_file
 from torch import Tensor, nn
 
 from cspd.terminal import telling
-from mar.tensors import CheckpointError
+from mar.tensors import CheckpointError, check_weights
 
 # A folder or a file on this machine, or in an object store.
 
@@ -241,8 +241,9 @@ def checked_json(path: Place, shape: object, remedy: str, kind: type[ValueError]
 
 
 def read_json(path: Place) -> Any:
-    """The content of a JSON file. Raises OSError, or ValueError as `parse_json`."""
-    return parse_json(path.read_text(errors="replace"))
+    """The content of a JSON file, in UTF-8 with or without its mark. Raises OSError, or ValueError as `parse_json`."""
+    with path.open("rb") as file:
+        return parse_json(file.read().decode("utf-8-sig", errors="replace"))
 
 
 def parse_json(text: str) -> Any:
@@ -604,7 +605,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_files(folder: Path, needed: Mapping[str, Sequence[str]], of: str, advice: str) -> None:
-    """Raises CheckpointError if a folder lacks a file.
+    """Raises CheckpointError if a folder lacks a file, or has weights that `mar.tensors.check_weights` refuses.
 
     Args:
         needed: for each kind of file, patterns of its name; one match is enough. of: the model that has these files.
@@ -613,3 +614,5 @@ def check_files(folder: Path, needed: Mapping[str, Sequence[str]], of: str, advi
         if not files_of(folder, patterns):
             names = " or ".join(patterns)
             raise CheckpointError(f"{folder} lacks the {what} of {of} ({names}): {advice}")
+    for file in weight_files(folder):
+        check_weights(file)

@@ -39,7 +39,6 @@ from cspd.discrete.runner import VQRunner
 from cspd.evaluation.images import Subject, are_texts, asking_for, image_files
 from cspd.files import weight_files
 from cspd.runs import file_fingerprint, together
-from mar.checkpoint import named_size
 
 CLASSIFICATION = 0.1  # weight of the cross-entropy, as in the paper
 NOISE = 0.1  # uniform, on the input features, which are predictions in drafting
@@ -235,8 +234,7 @@ def main() -> None:
         print(", ".join(f"{share:.3f}" for share in shares))
         per_pass = 1 + sum(itertools.accumulate(shares, float.__mul__))
         print(f"a chain of this length: {per_pass:.2f} tokens per forward pass")
-    arch = config.architecture if hf else named_size(target) or ""
-    export(drafter, args.out, arch, seconds, half=lambda name: True)
+    export(drafter, args.out, config.architecture if hf else "", seconds, half=lambda name: True)
 
 
 if __name__ == "__main__":

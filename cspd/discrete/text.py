@@ -11,7 +11,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_plus
@@ -22,7 +22,8 @@ from torch import Tensor
 
 from cspd.files import WEIGHTS, check_files, identity_of, read_item, read_json, user_cache, write_item
 from cspd.terminal import shortened, telling
-from mar.tensors import CheckpointError
+from mar.checkpoint import MOST, check_finite
+from mar.tensors import CheckpointError, reason_of
 
 # Captions are cleaned by the rules of DeepFloyd IF, which LlamaGen's authors apply in training and in sampling.
 #
@@ -150,6 +151,23 @@ def missing_library() -> str | None:
     return next((library for library in LIBRARIES if importlib.util.find_spec(library) is None), None)
 
 
+LAYER = re.compile(r"\.(?:layers|block)\.\d+\.")
+
+
+def check_loaded(model: torch.nn.Module, report: Mapping[str, Any], folder: Path, remedy: str) -> None:
+    """Checks a model that `transformers` loaded; `report`: its loading info.
+
+    Raises CheckpointError if the weights have more layers than the configuration, or values that are not finite.
+    """
+    for name in sorted(report["unexpected_keys"]):
+        if LAYER.search(name):
+            raise CheckpointError(
+                f"{folder}: the weights have {name}, a layer that config.json does not have: {remedy}"
+            )
+    for name, parameter in model.named_parameters():
+        check_finite(parameter, f"{folder}: {name}")
+
+
 class Truncated(UserWarning):
     """A text has more tokens than the model takes."""
 
@@ -176,6 +194,10 @@ class TextEncoder:
             raise ValueError(f"prompts need {missing}, which is not installed: pip install 'cspd[text]'")
         self.width: int = config["d_model"]
         self._sizes = SIZES | config
+        for name, usual in SIZES.items():
+            value = self._sizes[name]
+            if type(value) is not type(usual) or isinstance(value, int) and not 0 < value <= MOST:
+                raise CheckpointError(f"{self.folder / 'config.json'}: {name}={value!r} is not a size of T5: {SOURCE}")
         self._remembered = functools.lru_cache(maxsize=REMEMBERED)(self._cached)
 
     def features(self, text: str, most: int, device: torch.device) -> Tensor:
@@ -233,7 +255,7 @@ class TextEncoder:
         try:
             config = read_json(path)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: cannot be read ({error}): {SOURCE}") from error
+            raise CheckpointError(f"{path}: cannot be read ({reason_of(error)}): {SOURCE}") from error
         return config if isinstance(config, dict) else {}
 
     def _cached(self, text: str, most: int, device: torch.device) -> tuple[Tensor, int]:
@@ -272,14 +294,15 @@ class TextEncoder:
             try:
                 tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
                 loaded: Any = T5EncoderModel.from_pretrained(
-                    self.folder, local_files_only=True, output_loading_info=True
+                    self.folder, local_files_only=True, trust_remote_code=False, output_loading_info=True
                 )
                 encoder, report = loaded
             except Exception as error:  # a damaged file can fail anywhere in the readers
-                raise CheckpointError(f"{self.folder}: cannot be read as a T5 encoder ({error}): {SOURCE}") from error
+                raise CheckpointError(f"{self.folder}: cannot be read as a T5 encoder ({reason_of(error)}): {SOURCE}") from error
         if report["missing_keys"]:
             missing = sorted(report["missing_keys"])[0]
             raise CheckpointError(f"{self.folder}: not the weights of a T5 encoder ({missing} is missing): {SOURCE}")
+        check_loaded(encoder, report, self.folder, SOURCE)
         # texts are encoded one at a time, without the authors' padding, which is masked anyway
         tokenizer.no_padding()
         return tokenizer, encoder.float().eval()
