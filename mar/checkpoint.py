@@ -252,10 +252,14 @@ def _heads_of(config: MARConfig, facts: Mapping[str, Any], path: Path) -> int:
         return named.config.num_heads
     for per_head in (80, 64) if width >= WIDE else (64, 80):
         if width % per_head == 0:
-            said = f"{path}: does not say its number of heads: {width // per_head} are assumed, {per_head} channels each"
+            said = (
+                f"{path}: does not say its number of heads: {width // per_head} are assumed, {per_head} channels each"
+            )
             warnings.warn(f"{said}; if it has others, set sizes in cspd.json: {EXAMPLE}", Assumed, 2)
             return width // per_head
-    raise CheckpointError(f"{path}: does not say the number of heads of its {width} channels: {IN_CSPD_JSON}: {EXAMPLE}")
+    raise CheckpointError(
+        f"{path}: does not say the number of heads of its {width} channels: {IN_CSPD_JSON}: {EXAMPLE}"
+    )
 
 
 HEADS = ("num_heads", "encoder_num_heads")  # in a file's facts
@@ -276,9 +280,7 @@ MAR_MODEL = Kind(
     _mar_inferred,
     (MARConfig,),
 )
-AUTOENCODER = Kind(
-    "autoencoder", VAES, AutoencoderKL, "pass it as the vae of a MAR model (--vae)", configs=(KLConfig,)
-)
+AUTOENCODER = Kind("autoencoder", VAES, AutoencoderKL, "pass it as the vae of a MAR model (--vae)", configs=(KLConfig,))
 KINDS: list[Kind] = [MAR_MODEL, AUTOENCODER]  # the kinds that are recognised; other families add theirs
 
 

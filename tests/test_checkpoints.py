@@ -366,14 +366,23 @@ def test_models_without_a_named_size_are_loaded_back(tmp_path):
             assert modules_of(again)[part].config == module.config
 
 
-@pytest.mark.parametrize("start", ["", "\ufeff"])
-def test_a_description_is_utf8_in_every_locale(start, tmp_path):
-    content = start + json.dumps({"classes": ["gelée", "狐"]}, ensure_ascii=False)
-    (tmp_path / "cspd.json").write_bytes(content.encode())
-    code = "from cspd.models import described; import sys, pathlib; print(ascii(described(pathlib.Path(sys.argv[1])).classes.texts))"
+def test_a_description_is_utf8_in_every_locale(tmp_path):
+    """With and without the mark at its beginning."""
+    for name, mark in (("with", "\ufeff"), ("without", "")):
+        (tmp_path / name).mkdir()
+        content = mark + json.dumps({"classes": ["gelée", "狐"]}, ensure_ascii=False)
+        (tmp_path / name / "cspd.json").write_bytes(content.encode())
+    code = """
+import sys
+from pathlib import Path
+from cspd.models import described
+for folder in map(Path, sys.argv[1:]):
+    print(ascii(described(folder).classes.texts))
+"""
     locale = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    made = subprocess.run([sys.executable, "-c", code, tmp_path], env=locale, capture_output=True, text=True)
-    assert made.stdout.strip() == ascii(("gelée", "狐"))
+    command = [sys.executable, "-c", code, tmp_path / "with", tmp_path / "without"]
+    made = subprocess.run(command, env=locale, capture_output=True, text=True)
+    assert made.stdout.splitlines() == [ascii(("gelée", "狐"))] * 2
 
 
 @pytest.mark.parametrize(
@@ -405,7 +414,8 @@ def test_a_description_sets_sizes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "source, part, family", [("digits32_vq", "draft", "VQ"), ("emoji64_sphere", "target", "causal"), ("digits32", "draft", "MAR")]
+    "source, part, family",
+    [("digits32_vq", "draft", "VQ"), ("emoji64_sphere", "target", "causal"), ("digits32", "draft", "MAR")],
 )
 @pytest.mark.parametrize("name", ["last.pt", "0250000.pt", "c2i_B_256.pt", "SphereAR_B.pt", "checkpoint-last.pth"])
 def test_families_are_told_apart_by_tensors_not_by_names(source, part, family, name, tmp_path):

@@ -156,7 +156,9 @@ def sizes(own: Any, architecture: Architecture, image: Image) -> HFConfig:
     text = architecture.text(own)
     heads, layers = text.num_attention_heads, text.num_hidden_layers
     if not 0 < layers <= MOST_LAYERS:
-        raise CheckpointError(f"config.json: num_hidden_layers={layers}: expected at most {MOST_LAYERS}: fetch it again")
+        raise CheckpointError(
+            f"config.json: num_hidden_layers={layers}: expected at most {MOST_LAYERS}: fetch it again"
+        )
     length = image.side**2
     # the positions of a prompt, of the image and of the ends of its rows all count
     row_ends = 0 if image.row_end is None else image.side
@@ -204,7 +206,9 @@ def read(folder: Folder, device: torch.device, decoder: Path | None) -> tuple[nn
             attn_implementation="sdpa",
         )
     except Exception as error:  # a damaged file can fail anywhere in the readers
-        raise CheckpointError(f"{folder.path}: its weights cannot be read ({reason_of(error)}): fetch them again") from error
+        raise CheckpointError(
+            f"{folder.path}: its weights cannot be read ({reason_of(error)}): fetch them again"
+        ) from error
     # Lumina-mGPT's weights lack the VQ model, and others may lack parts that are not used here
     parts = folder.architecture.parts(model, folder.image, decoder)
     for name in sorted(report["missing_keys"]):
@@ -227,7 +231,9 @@ def read_prompts(folder: Folder) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a damaged file can fail anywhere in the readers
-        raise CheckpointError(f"{folder.path}: its tokenizer cannot be read ({reason_of(error)}): fetch it again") from error
+        raise CheckpointError(
+            f"{folder.path}: its tokenizer cannot be read ({reason_of(error)}): fetch it again"
+        ) from error
     older = folder.path / "chat_template.json"  # tokenizers do not read this file, only processors do
     if not tokenizer.chat_template and older.is_file():
         tokenizer.chat_template = _read(older).get("chat_template")

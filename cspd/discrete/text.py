@@ -298,7 +298,9 @@ class TextEncoder:
                 )
                 encoder, report = loaded
             except Exception as error:  # a damaged file can fail anywhere in the readers
-                raise CheckpointError(f"{self.folder}: cannot be read as a T5 encoder ({reason_of(error)}): {SOURCE}") from error
+                raise CheckpointError(
+                    f"{self.folder}: cannot be read as a T5 encoder ({reason_of(error)}): {SOURCE}"
+                ) from error
         if report["missing_keys"]:
             missing = sorted(report["missing_keys"])[0]
             raise CheckpointError(f"{self.folder}: not the weights of a T5 encoder ({missing} is missing): {SOURCE}")

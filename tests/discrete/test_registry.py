@@ -57,7 +57,8 @@ def tokens_of(path, weights, **args):
 
 
 @pytest.mark.parametrize(
-    "name, tokens", [("c2i_B_256.pt", 128**2), ("c2i_L_384.pt", 192**2), ("c2i_B_448_v2.pt", 224**2), ("t2i-512px.pt", 256**2)]
+    "name, tokens",
+    [("c2i_B_256.pt", 128**2), ("c2i_L_384.pt", 192**2), ("c2i_B_448_v2.pt", 224**2), ("t2i-512px.pt", 256**2)],
 )
 def test_resolution_is_in_the_name(name, tokens, weights, tmp_path):
     assert tokens_of(tmp_path / name, weights) == tokens  # the bundled tokenizer has a stride of 2

@@ -80,6 +80,19 @@ def test_weights_of_another_model_are_refused(damage, real):
 
 
 @pytest.mark.slow
+def test_code_in_the_folder_is_neither_run_nor_asked_about(real, tmp_path, monkeypatch):
+    file = real / "processor_config.json"
+    content = json.loads(file.read_text())
+    content["image_processor"] |= {"image_processor_type": "Own", "auto_map": {"AutoImageProcessor": "own.Own"}}
+    file.write_text(json.dumps(content))
+    (real / "own.py").write_text(f"open({str(tmp_path / 'trap')!r}, 'w')\nclass Own: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *text: pytest.fail("asked"))
+    with pytest.raises(CheckpointError, match="not run"):
+        Clip(real, CPU)
+    assert not (tmp_path / "trap").exists()
+
+
+@pytest.mark.slow
 def test_cmmd_and_fd_dinov2_are_of_their_networks_features(real, tmp_path):
     """Of images in memory and a reference's, by small models with random weights."""
     from transformers import Dinov2Config, Dinov2Model

@@ -50,7 +50,9 @@ def toy(tmp_path_factory):
     shutil.copy(checkpoint_files("digits32")["vae"], folder)
     sizes = ClassifierConfig(size=SIDE, widths=(4, WIDTH))
     torch.manual_seed(0)
-    save_file(MAR(replace(mar_spec("mar_digits32_draft").config, img_size=16)).state_dict(), folder / "target.safetensors")
+    save_file(
+        MAR(replace(mar_spec("mar_digits32_draft").config, img_size=16)).state_dict(), folder / "target.safetensors"
+    )
     save_file(Classifier(sizes).state_dict(), folder / "classifier.safetensors")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "BUNDLED_ROOTS", (folder.parent,))

@@ -83,14 +83,21 @@ WRAPPED = [
 
 @pytest.mark.parametrize("form", WRAPPED)
 def test_wrappers_of_a_model_are_dropped(form, save, weights):
-    assert_loaded(load_mar(save("weights.pth", {"model": {form.format(name): t for name, t in weights.items()}})), weights)
+    assert_loaded(
+        load_mar(save("weights.pth", {"model": {form.format(name): t for name, t in weights.items()}})), weights
+    )
 
 
 def test_wrappers_of_blocks_and_counters_are_dropped(save, weights):
     """Blocks that were compiled or sharded one by one, and the counter of torch's average."""
-    inside = {name.replace("blocks.1.", "blocks.1._orig_mod.").replace("mlp.", "mlp.module."): weights[name] for name in weights}
+    inside = {
+        name.replace("blocks.1.", "blocks.1._orig_mod.").replace("mlp.", "mlp.module."): weights[name]
+        for name in weights
+    }
     assert inside.keys() != weights.keys()
-    path = save("weights.safetensors", {f"module.{name}": t for name, t in inside.items()} | {"n_averaged": torch.ones(())})
+    path = save(
+        "weights.safetensors", {f"module.{name}": t for name, t in inside.items()} | {"n_averaged": torch.ones(())}
+    )
     assert_loaded(load_mar(path), weights)
 
 
@@ -102,8 +109,9 @@ AVERAGES = {
     "model_EMA": lambda own: {"module": own, "step": 3},
     "ema_weights": lambda own: {"num_updates": 3, "shadow_params": list(own.values()), "collected_params": None},
     "ema_params": lambda own: {"state_dict": own},
-    "ema_of_copies": lambda own: {f"ema_model.{name}": t for name, t in own.items()}
-    | {f"online_model.{name}": t * 2 for name, t in own.items()},
+    "ema_of_copies": lambda own: (
+        {f"ema_model.{name}": t for name, t in own.items()} | {f"online_model.{name}": t * 2 for name, t in own.items()}
+    ),
 }
 
 
@@ -111,7 +119,10 @@ AVERAGES = {
 def test_averaged_weights_under_other_keys(key, save, weights):
     """Those are sampled with, and reported unless the key is an official one."""
     raw = {name: t + 1 for name, t in weights.items()}
-    path = save("weights.pth", {"model": raw, "optimizer": {"state": {0: {"step": torch.ones(())}}}, key: AVERAGES[key](weights)})
+    path = save(
+        "weights.pth",
+        {"model": raw, "optimizer": {"state": {0: {"step": torch.ones(())}}}, key: AVERAGES[key](weights)},
+    )
     with contextlib.nullcontext() if key == "ema" else pytest.warns(Assumed, match=key):
         assert_loaded(load_mar(path), weights)
     assert_loaded(load_mar(path, ema=False), raw)
@@ -193,7 +204,9 @@ def own(monkeypatch):
     def add(**heads):
         spec = mar_spec(DRAFT)
         for name, count in heads.items():
-            monkeypatch.setitem(MARS, name, dataclasses.replace(spec, config=dataclasses.replace(spec.config, num_heads=count)))
+            monkeypatch.setitem(
+                MARS, name, dataclasses.replace(spec, config=dataclasses.replace(spec.config, num_heads=count))
+            )
 
     return add
 
@@ -222,12 +235,16 @@ def test_an_autoencoders_scale(save, vae_weights, monkeypatch):
     assert load_vae(path).config.scale == 2.0
 
 
-@pytest.mark.parametrize("sizes", [{"heads": 4}, {"num_heads": 5}, {"num_heads": "4"}, {"num_heads": 0}, {"depth": 10**9}])
+@pytest.mark.parametrize(
+    "sizes", [{"heads": 4}, {"num_heads": 5}, {"num_heads": "4"}, {"num_heads": 0}, {"depth": 10**9}]
+)
 def test_sizes_that_are_none(sizes, save, weights):
     refusal(load_mar, save("weights.pth", {"model": weights}), sizes=sizes)
 
 
-SMALL = MARConfig(img_size=32, vae_stride=8, embed_dim=128, depth=2, num_heads=2, class_num=3, diffloss_w=64, diffloss_d=1)
+SMALL = MARConfig(
+    img_size=32, vae_stride=8, embed_dim=128, depth=2, num_heads=2, class_num=3, diffloss_w=64, diffloss_d=1
+)
 UNNAMED = {
     "three classes": dataclasses.replace(mar_spec(DRAFT).config, class_num=3),
     "another width": SMALL,
