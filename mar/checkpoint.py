@@ -206,7 +206,7 @@ def _mar_adapted(config: MARConfig, shapes: Shapes, facts: Mapping[str, Any]) ->
     if read is None:
         return config
     sizes, seq_len, token_dim = read
-    stated = {name: facts[name] for name in ("vae_stride", "vae_embed_dim") if _is_count(facts.get(name))}
+    stated = {name: facts[name] for name in ("vae_stride", "vae_embed_dim", "num_heads") if _is_count(facts.get(name))}
     config = replace(config, class_num=sizes["class_num"], **stated)
     # L = (img_size / stride / patch_size)^2 and d = channels of the latent * patch_size^2
     side = math.isqrt(seq_len)
@@ -239,14 +239,15 @@ def _mar_inferred(shapes: Shapes, facts: Mapping[str, Any], path: Path) -> MARCo
     if read is None:
         return None
     config = _mar_adapted(MARConfig(**read[0], num_heads=1), shapes, facts)
-    return replace(config, num_heads=_heads_of(config, facts, path)) if _has_shapes(MAR, config, shapes) else None
+    if not _has_shapes(MAR, config, shapes):
+        return None
+    if _is_count(facts.get("num_heads")):
+        return config
+    return replace(config, num_heads=_heads_of(config, facts, path))
 
 
 def _heads_of(config: MARConfig, facts: Mapping[str, Any], path: Path) -> int:
     width = config.embed_dim
-    for name in HEADS:
-        if _is_count(facts.get(name)):
-            return facts[name]
     named = MARS.get(str(facts.get("arch")))
     if named is not None and named.config.embed_dim == width:
         return named.config.num_heads
@@ -262,7 +263,6 @@ def _heads_of(config: MARConfig, facts: Mapping[str, Any], path: Path) -> int:
     )
 
 
-HEADS = ("num_heads", "encoder_num_heads")  # in a file's facts
 WIDE = 1280  # channels of the authors' largest model, whose heads have 80 each
 EXAMPLE = '{"sizes": {"target": {"num_heads": 8}}}'
 
@@ -358,20 +358,20 @@ def _name_of_several(found: Mapping[str, Any], facts: Mapping[str, Any], path: P
 
     Raises CheckpointError if names of different sizes remain.
     """
-    stated = facts.get("arch")
+    stated = str(facts.get("arch"))
     first, *others = found
     if all(found[name] == found[first] for name in others):
-        return stated if stated in found else first
+        return first
     if stated in found:
         names = ", ".join(name for name in found if found[name] != found[stated])
-        warnings.warn(f"{path}: its size is {stated}, as the file says; {names}: of equal shapes", Assumed, 2)
+        warnings.warn(f"{path}: its size is {stated}, as the file says, not {names} of equal shapes", Assumed, 2)
         return stated
     added = [name for name in found if name not in kind.ours]
     if len({found[name] for name in added}) == 1:
         return added[0]
-    names = [each.name for each in fields(found[first]) if len({getattr(found[n], each.name) for n in found}) > 1]
+    differ = [each.name for each in fields(found[first]) if len({getattr(found[n], each.name) for n in found}) > 1]
     raise CheckpointError(
-        f"{path}: several sizes have these shapes ({', '.join(found)}) and differ in {', '.join(names)}: give one of"
+        f"{path}: several sizes have these shapes ({', '.join(found)}) and differ in {', '.join(differ)}: give one of"
         f" them as arch (--arch), or {IN_CSPD_JSON}"
     )
 

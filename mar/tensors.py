@@ -100,8 +100,9 @@ def _weights_in(path: Path, ema: bool) -> Weights:
                 f"{path}: it holds something other than tensors, and code in a file is not run: save the weights alone"
             ) from error
         raise CheckpointError(
-            f"{path}: cannot be read as weights ({reason_of(error)}); it has {path.stat().st_size:,} bytes{_text(start)}"
-            " and is likely truncated or another kind of file: fetch it again and compare its size with the source"
+            f"{path}: cannot be read as weights ({reason_of(error)}); it has {path.stat().st_size:,} bytes"
+            f"{_text(start)} and is likely truncated or another kind of file: fetch it again and compare its size with"
+            " the source"
         ) from error
     tensors, taken = _chosen(content, ema, path)
     if not tensors:
@@ -151,8 +152,8 @@ def names_in(path: Path) -> frozenset[str]:
 def check_weights(path: Path) -> bytes:
     """Checks a file of weights without reading it; returns its first bytes.
 
-    Raises CheckpointError if it is not a regular file (opening a pipe would wait for a writer), a pointer of Git LFS, or
-    a compressed archive that would unpack to far more than its size.
+    Raises CheckpointError if it is not a regular file (opening a pipe would wait for a writer), a pointer of Git LFS,
+    or a compressed archive that would unpack to far more than its size.
     """
     try:
         if not path.is_file():
@@ -248,7 +249,7 @@ def _chosen(content: object, ema: bool, path: Path) -> tuple[dict[str, Tensor], 
     tensors = averaged[key]
     if not raw:
         return tensors, ""
-    if not tensors.keys() <= raw.keys():
+    if not (tensors.keys() <= raw.keys() or raw.keys() <= tensors.keys()):
         other = min(tensors.keys() - raw.keys())
         raise CheckpointError(
             f"{path}: its averaged weights ({key}) have the tensor {other}, which the others lack: save one set alone"

@@ -18,7 +18,7 @@ from cspd.discrete.text import check_loaded
 from cspd.files import WEIGHTS, check_files, read_json, weight_files
 from cspd.request import Request
 from cspd.terminal import shortened
-from mar.checkpoint import load_weights, unchanged
+from mar.checkpoint import FLOATS, load_weights, unchanged
 from mar.tensors import CheckpointError, reason_of
 
 # A directory of a `transformers` model, with the files that the Hub has.
@@ -85,8 +85,8 @@ class Folder:
             if file.is_file():
                 return file
         raise CheckpointError(
-            f"{given or self.path}: there is no decoder to pixels: put Chameleon's {names[0]} into the model's folder, or"
-            " pass it (vae=..., --vae)"
+            f"{given or self.path}: there is no decoder to pixels: put Chameleon's {names[0]} into the model's folder,"
+            " or pass it (vae=..., --vae)"
         )
 
 
@@ -118,8 +118,10 @@ def opened(path: Path, dtype: torch.dtype | None = None) -> Folder:
     try:
         own = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         image = architecture.image(own, _processor(path))
-        config = sizes(own, architecture, image)
+        own_sizes = sizes(own, architecture, image)
         stored = getattr(own, "dtype", None) or _type_of(weight_files(path)[0])
+        if stored not in FLOATS:
+            raise CheckpointError(f"{path / CONFIG}: dtype is {stored}: use weights in float32, float16 or bfloat16")
         # the size of the weights is needed before they are read, to check the free memory
         stored_bytes = sum(file.stat().st_size for file in weight_files(path))
         num_bytes = stored_bytes * (dtype or stored).itemsize // stored.itemsize
@@ -127,16 +129,17 @@ def opened(path: Path, dtype: torch.dtype | None = None) -> Folder:
         raise
     except Exception as error:  # a damaged or absurd configuration can fail anywhere
         raise CheckpointError(f"{path / CONFIG}: cannot be used ({reason_of(error)}): fetch it again") from error
-    return Folder(path, architecture, image, config, own, dtype or stored, num_bytes)
+    return Folder(path, architecture, image, own_sizes, own, dtype or stored, num_bytes)
 
 
 def _type_of(weights: Path) -> torch.dtype:
-    """The type of the first tensor of a safetensors file; other files would have to be read whole."""
+    """The type of the first floating tensor of a safetensors file; other files would have to be read whole."""
     if weights.suffix != ".safetensors":
         return torch.float32
     try:
         with safe_open(weights, "pt") as file:
-            return file.get_tensor(next(iter(file.keys()))).dtype
+            tensors = map(file.get_tensor, file.keys())
+            return next(tensor.dtype for tensor in tensors if tensor.is_floating_point())
     except Exception as error:  # a damaged file can fail anywhere in the reader
         raise CheckpointError(f"{weights}: cannot be read ({reason_of(error)}): fetch it again") from error
 

@@ -196,7 +196,7 @@ class TextEncoder:
         self._sizes = SIZES | config
         for name, usual in SIZES.items():
             value = self._sizes[name]
-            if type(value) is not type(usual) or isinstance(value, int) and not 0 < value <= MOST:
+            if type(value) is not type(usual) or (isinstance(value, int) and not 0 < value <= MOST):
                 raise CheckpointError(f"{self.folder / 'config.json'}: {name}={value!r} is not a size of T5: {SOURCE}")
         self._remembered = functools.lru_cache(maxsize=REMEMBERED)(self._cached)
 

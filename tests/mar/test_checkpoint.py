@@ -228,6 +228,12 @@ def test_a_plugins_size_of_equal_shapes(save, weights, own):
         assert heads_of(named) == 4
 
 
+def test_heads_in_the_arguments_of_the_training_script(save, weights):
+    for args, heads in (({"num_heads": 8}, 8), ({"num_heads": None}, 4), ({"num_heads": None, "vae_stride": 2}, 4)):
+        path = save("weights.pth", {"model": weights, "args": argparse.Namespace(model=DRAFT, **args)})
+        assert heads_of(path) == heads
+
+
 def test_an_autoencoders_scale(save, vae_weights, monkeypatch):
     path = save("vae.safetensors", vae_weights)
     assert load_vae(path, sizes={"scale": 0.5}).config == dataclasses.replace(VAES[VAE], scale=0.5)
