@@ -11,9 +11,11 @@ import torch
 from conftest import relative_error
 from hf import (
     GUIDANCE,
+    OF_CHAMELEON,
     PROMPTS,
     SIDE,
     WORDS,
+    chameleon_decoder,
     drafter_of,
     generated,
     guided_logits,
@@ -33,7 +35,6 @@ from cspd import device as cspd_device
 from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
 from mar.tensors import CheckpointError
-from mar.vae import Decoder, KLConfig
 
 ARCHITECTURES = ["janus", "chameleon", "lumina_mgpt", "emu3"]
 SLOW = pytest.mark.slow
@@ -179,33 +180,11 @@ def test_whole_sequences_follow_its_distribution(architecture, method):
 # ---- Directories of models
 
 
-OF_CHAMELEON = ("chameleon", "lumina_mgpt")  # their decoder to pixels is in another file
-
-
-def chameleon_decoder(path, encoder):
-    """Writes a file of Chameleon's form with random weights; returns the decoder and the layer before it."""
-    torch.manual_seed(3)
-    decoder = Decoder(KLConfig(embed_dim=32, ch=32, ch_mult=(1, 1), num_res_blocks=1))
-    before = torch.nn.Conv2d(8, 32, 1)
-    state = {f"decoder.{name}": value for name, value in decoder.state_dict().items()}
-    state |= {f"post_quant_conv.{name}": value for name, value in before.state_dict().items()}
-    torch.save({"state_dict": encoder | state}, path)
-    return decoder, before
-
-
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
     """A function from the name of an architecture to its directory."""
     root = tmp_path_factory.mktemp("hf")
-
-    @functools.cache
-    def folder(name):
-        path = saved(root, name)
-        if name in OF_CHAMELEON:
-            chameleon_decoder(path / "vqgan.ckpt", {})
-        return path
-
-    return folder
+    return functools.cache(lambda name: saved(root, name))
 
 
 def loaded(folder, **more):
