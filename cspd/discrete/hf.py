@@ -103,7 +103,7 @@ def opened(path: Path, dtype: torch.dtype | None = None) -> Folder:
     config = _read(path / CONFIG)
     if importlib.util.find_spec("transformers") is None:
         raise ValueError(
-            f"{path} has a {config.get('model_type')} model, which needs transformers: pip install 'cspd[text]'"
+            f"{path} has a {config.get('model_type')!r} model, which needs transformers: pip install 'cspd[text]'"
         )
     from cspd.discrete.architectures import ARCHITECTURES, name_of
 
