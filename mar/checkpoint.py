@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mar.model import MAR, MARConfig
-from mar.tensors import CONFIG, Assumed, CheckpointError, Weights, read_weights
+from mar.tensors import CONFIG, Assumed, CheckpointError, Weights, check_finite, read_weights
 from mar.vae import AutoencoderKL, KLConfig
 
 # Every MAR model and autoencoder by name: the official sizes and the bundled ones.
@@ -454,17 +454,6 @@ def _converted(tensor: Tensor, dtype: torch.dtype, where: str) -> Tensor:
     tensor = tensor.to(dtype).contiguous()
     check_finite(tensor, where)
     return tensor
-
-
-def check_finite(tensor: Tensor, where: str) -> None:
-    """Raises CheckpointError if a value of a tensor, `where` in a file, is not finite."""
-    if tensor.numel() == 0:
-        return
-    low, high = tensor.aminmax()  # NaN if any value is; unlike isfinite of all values, it allocates nothing
-    if not (low.isfinite() and high.isfinite()):
-        raise CheckpointError(
-            f"{where} has NaN or infinite values; the file is damaged or training diverged: fetch it again"
-        )
 
 
 def _shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:

@@ -9,7 +9,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -174,6 +174,17 @@ def check_weights(path: Path) -> bytes:
     return start
 
 
+def check_finite(tensor: Tensor, where: str) -> None:
+    """Raises CheckpointError if a value of a tensor, `where` in a file, is not finite."""
+    if tensor.numel() == 0:
+        return
+    low, high = tensor.aminmax()  # NaN if any value is; unlike isfinite of all values, it allocates nothing
+    if not (low.isfinite() and high.isfinite()):
+        raise CheckpointError(
+            f"{where} has NaN or infinite values; the file is damaged or training diverged: fetch it again"
+        )
+
+
 def _members(path: Path) -> list[zipfile.ZipInfo]:
     """The members of an archive; none of any other file."""
     try:
@@ -238,7 +249,7 @@ def _chosen(content: object, ema: bool, path: Path) -> tuple[dict[str, Tensor], 
         averaged[f"{key}.ema_model"] = inside
     for key, value in content.items():
         if AVERAGED in str(key).lower():
-            averaged[str(key)] = dict(_averages(value, raw))
+            averaged[str(key)] = _averages(value, raw)
     averaged = {key: tensors for key, tensors in averaged.items() if tensors}
     if not averaged or (raw and not ema):
         return raw, ""
@@ -258,21 +269,23 @@ def _chosen(content: object, ema: bool, path: Path) -> tuple[dict[str, Tensor], 
     return raw | tensors, "" if key == official else key
 
 
-def _averages(value: object, raw: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The averaged tensors by name: in a set, inside a set, or in a list in the order of the raw weights."""
+def _averages(value: object, raw: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The averaged tensors by name in a value of a file: a set, or an object that holds one."""
+    found = _average(value, raw)
+    if not found and isinstance(value, Mapping):
+        inside = [_average(value.get(key), raw) for key in INSIDE_AVERAGED]
+        found = next(filter(None, inside), {})
+    return found
+
+
+def _average(value: object, raw: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The averaged tensors by name in a set, or in a list in the order of the raw weights."""
     if isinstance(value, (list, tuple)):
         given = [each for each in value if _is_plain(each)]
         in_order = [each.shape for each in given] == [tensor.shape for tensor in raw.values()]
-        yield from zip(raw if in_order else map(str, range(len(given))), given)
-        return
-    if not isinstance(value, Mapping):
-        return
-    tensors = _tensors(value)
-    others, inside = _split(tensors)
-    yield from (inside or others).items()
-    if not tensors:
-        for key in INSIDE_AVERAGED:
-            yield from _averages(value.get(key), raw)
+        return dict(zip(raw if in_order else map(str, range(len(given))), given))
+    others, inside = _split(_tensors(value))
+    return inside or others
 
 
 def _split(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

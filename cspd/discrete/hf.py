@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from cspd.discrete.gpt import Eagle, GPTConfig
 from cspd.discrete.registry import EAGLE, Architecture, HFConfig, Image
-from cspd.discrete.text import check_loaded
-from cspd.files import WEIGHTS, check_files, read_json, weight_files
+from cspd.files import WEIGHTS, check_files, check_loaded, read_json, weight_files
 from cspd.request import Request
 from cspd.terminal import shortened
 from mar.checkpoint import FLOATS, load_weights, unchanged

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_plus
@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.files import WEIGHTS, check_files, identity_of, read_item, read_json, user_cache, write_item
+from cspd.files import WEIGHTS, check_files, check_loaded, identity_of, read_item, read_json, user_cache, write_item
 from cspd.terminal import shortened, telling
-from mar.checkpoint import MOST, check_finite
+from mar.checkpoint import MOST
 from mar.tensors import CheckpointError, reason_of
 
 # Captions are cleaned by the rules of DeepFloyd IF, which LlamaGen's authors apply in training and in sampling.
@@ -149,23 +149,6 @@ REMEMBERED = 256  # texts in memory; the features of each take up to a megabyte
 def missing_library() -> str | None:
     """A library that the text encoder needs and that is not installed, or None."""
     return next((library for library in LIBRARIES if importlib.util.find_spec(library) is None), None)
-
-
-LAYER = re.compile(r"\.(?:layers|block)\.\d+\.")
-
-
-def check_loaded(model: torch.nn.Module, report: Mapping[str, Any], folder: Path, remedy: str) -> None:
-    """Checks a model that `transformers` loaded; `report`: its loading info.
-
-    Raises CheckpointError if the weights have more layers than the configuration, or values that are not finite.
-    """
-    for name in sorted(report["unexpected_keys"]):
-        if LAYER.search(name):
-            raise CheckpointError(
-                f"{folder}: the weights have {name}, a layer that config.json does not have: {remedy}"
-            )
-    for name, parameter in model.named_parameters():
-        check_finite(parameter, f"{folder}: {name}")
 
 
 class Truncated(UserWarning):

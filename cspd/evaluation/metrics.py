@@ -51,7 +51,17 @@ from cspd.evaluation.scores import (
     statistics_of,
     wilson,
 )
-from cspd.files import WEIGHTS, check_files, checked_json, digest_of, read_item, user_cache, weight_files, write_item
+from cspd.files import (
+    WEIGHTS,
+    check_files,
+    check_loaded,
+    checked_json,
+    digest_of,
+    read_item,
+    user_cache,
+    weight_files,
+    write_item,
+)
 from cspd.models import bundled, bundled_folder
 from cspd.request import to_pil
 from cspd.runs import file_fingerprint, together
@@ -101,6 +111,7 @@ class Clip:
         if report["missing_keys"]:
             missing = min(report["missing_keys"])
             raise CheckpointError(f"{folder}: the weights lack CLIP's {missing}: {SOURCE}")
+        check_loaded(model, report, folder, SOURCE)
         self.model = model.float().eval().to(self.device)
         self.most_tokens = model.config.text_config.max_position_embeddings
 

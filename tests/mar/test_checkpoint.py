@@ -147,6 +147,12 @@ def test_averages_that_cannot_be_used(sets, told, save, weights):
     assert told in refusal(load_mar, save("weights.pth", {"model": weights} | content))
 
 
+def test_a_file_that_holds_itself(save, weights):
+    content = {"model": weights, "ema": {}}
+    content["ema"]["module"] = content["ema"]
+    assert_loaded(load_mar(save("weights.pth", content)), weights)
+
+
 def test_an_adapter_is_not_a_model(save, weights):
     adapter = {"base_model.model.z_proj.lora_A.weight": torch.ones(2, 2)}
     assert "merge" in refusal(load_mar, save("weights.safetensors", weights | adapter))
