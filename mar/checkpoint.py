@@ -156,7 +156,7 @@ NUMBER_OF_HEADS = (("embed_dim", "num_heads"), ("dim", "n_head"))  # must divide
 # sizes that count layers: a file cannot have more of them than tensors
 COUNTS = {"depth", "diffloss_d", "n_layer", "diff_layers", "diff_adanln_layers", "num_res_blocks"}
 COUNTS |= {"encoder_layers", "decoder_layers"}
-MOST = 2**24  # the largest number in a configuration that is tried
+MOST, MOST_LEVELS = 2**24, 16  # the largest number, and the most levels of a resolution, that are tried
 IN_CSPD_JSON = "set sizes in the cspd.json of its folder (docs/checkpoints.md)"
 
 
@@ -326,20 +326,21 @@ def _config_of(weights: Weights, path: Path, kind: Kind, arch: str | None, sizes
     shapes, facts = _shapes_of(weights.tensors), weights.facts
     stated = None if arch else _stated(facts.get(CONFIG), kind, len(shapes))
     if stated is not None:
-        stated = _with_sizes(stated, sizes, kind, path)
+        stated = _with_sizes(stated, sizes, len(shapes), path)
         if _has_shapes(kind.build, stated, shapes):
             return stated
     found = {}
+    said = {**({} if arch else facts), **sizes}
     for name in kind.names if arch is None else [arch]:
-        config = kind.adapted(kind.config(name), shapes, {} if arch else facts)
-        config = _with_sizes(config, sizes, kind, path)
+        config = kind.adapted(kind.config(name), shapes, said)
+        config = _with_sizes(config, sizes, len(shapes), path)
         if _has_shapes(kind.build, config, shapes):
             found[name] = config
     if found:
         return found[_name_of_several(found, facts, path, kind)]
-    inferred = kind.inferred(shapes, {**facts, **sizes}, path) if arch is None else None
+    inferred = kind.inferred(shapes, said, path) if arch is None else None
     if inferred is not None:
-        inferred = _with_sizes(inferred, sizes, kind, path)
+        inferred = _with_sizes(inferred, sizes, len(shapes), path)
         _check_heads(inferred, path)
         if _has_shapes(kind.build, inferred, shapes):
             return inferred
@@ -376,14 +377,14 @@ def _name_of_several(found: Mapping[str, Any], facts: Mapping[str, Any], path: P
     )
 
 
-def _with_sizes(config: Any, sizes: Mapping[str, Any], kind: Kind, path: Path) -> Any:
+def _with_sizes(config: Any, sizes: Mapping[str, Any], num_tensors: int, path: Path) -> Any:
     """A configuration with some other sizes. Raises CheckpointError if one is unknown or has another type."""
-    known = {each.name: each for each in fields(config)}
+    known = [each.name for each in fields(config)]
     for name, value in sizes.items():
-        if name not in known or not _is_like(value, getattr(config, name)):
+        if name not in known or not _is_size(name, value, getattr(config, name), num_tensors):
             raise CheckpointError(
-                f'{path}: "sizes" has {name}={value!r}, which is not a size of a {kind.what}; its sizes are'
-                f" {', '.join(known)}: correct the cspd.json"
+                f'{path}: "sizes" has {name}={value!r}, which is not one of {", ".join(known)} or cannot be its value:'
+                " correct the cspd.json"
             )
     return replace(config, **{name: _frozen(value) for name, value in sizes.items()})
 
@@ -394,16 +395,16 @@ def _stated(content: object, kind: Kind, num_tensors: int) -> Any:
         usual = config_class()
         if not isinstance(content, Mapping) or not content.keys() <= {each.name for each in fields(usual)}:
             continue
-        most = {name: num_tensors if name in COUNTS else MOST for name in content}
-        if all(_is_like(value, getattr(usual, name), most[name]) for name, value in content.items()):
+        if all(_is_size(name, value, getattr(usual, name), num_tensors) for name, value in content.items()):
             return config_class(**{name: _frozen(value) for name, value in content.items()})
     return None
 
 
-def _is_like(value: object, usual: object, most: float = MOST) -> bool:
-    """Whether a value of JSON can replace the usual value of a size."""
+def _is_size(name: str, value: object, usual: object, num_tensors: int) -> bool:
+    """Whether a value of JSON can replace the usual value of a size, in a file with a number of tensors."""
+    most = num_tensors if name in COUNTS else MOST
     if isinstance(usual, tuple):
-        return isinstance(value, list) and 0 < len(value) <= 16 and all(_is_like(each, 1, most) for each in value)
+        return isinstance(value, list) and 0 < len(value) <= MOST_LEVELS and all(map(_is_count, value))
     if isinstance(usual, float):
         return type(value) in (int, float) and 0 < value <= most  # type: ignore[operator]
     return type(value) is type(usual) and 0 <= value <= most  # type: ignore[operator]

@@ -247,7 +247,7 @@ def test_an_autoencoders_scale(save, vae_weights, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"heads": 4}, {"num_heads": 5}, {"num_heads": "4"}, {"num_heads": 0}, {"depth": 10**9}]
+    "sizes", [{"heads": 4}, {"num_heads": 5}, {"num_heads": "4"}, {"num_heads": 0}, {"depth": 10**6}]
 )
 def test_sizes_that_are_none(sizes, save, weights):
     refusal(load_mar, save("weights.pth", {"model": weights}), sizes=sizes)
