@@ -134,6 +134,7 @@ def modules_of(models: Models) -> dict[str, nn.Module]:
 DESCRIPTION = "cspd.json"
 SHAPE = {"classes?": [str], "num_tokens?": int, "sizes?": {str: dict}}
 KEYS = frozenset(key.removesuffix("?") for key in SHAPE)
+REMEDY = "correct it, or save the models again"
 PARTS = ("target", "draft", "eagle", "vae", "tokenizer")  # whose "sizes" it may give
 
 
@@ -152,7 +153,7 @@ def save_models(models: Models, folder: str | os.PathLike) -> None:
         raise ValueError("these are models of transformers: copy their folder, which cspd.load reads")
     with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / DESCRIPTION, {"classes": models.classes.texts} if models.classes.texts else {})
+    write_json(folder / DESCRIPTION, {"classes": models.classes.texts})
     for name, module in modules.items():
         weights = {}
         for key, tensor in module.state_dict().items():
@@ -166,25 +167,23 @@ class Description:
     """What a folder says of its models.
 
     Attributes:
-        classes: names of the target's classes; None: it names none.
+        path: its file. classes: names of the target's classes; None: it names none.
         sizes: by part of a checkpoint ("target", "vae"), sizes that its file does not show, such as num_heads or scale.
     """
 
+    path: Path
     classes: ClassNames | None = None
     sizes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     def names(self, num_classes: int) -> ClassNames:
-        """The names of a target's classes. Without a description, a thousand classes are ImageNet's.
+        """The names of a target's classes. If the folder names none, a thousand classes are ImageNet's.
 
         Raises CheckpointError if it names another number of classes.
         """
         if self.classes is None:
             return imagenet() if num_classes == 1000 else NO_NAMES
         if self.classes.texts and len(self.classes.texts) != num_classes:
-            raise CheckpointError(
-                f"{DESCRIPTION}: {len(self.classes.texts)} names for {num_classes} classes: correct it, or save the"
-                " models again"
-            )
+            raise CheckpointError(f"{self.path}: {len(self.classes.texts)} names for {num_classes} classes: {REMEDY}")
         return self.classes
 
 
@@ -192,21 +191,20 @@ def described(folder: Path) -> Description:
     """A folder's description; an empty one if it has none. Raises CheckpointError if it cannot be read."""
     path = folder / DESCRIPTION
     if not path.is_file():
-        return Description()
-    remedy = "correct it, or save the models again"
-    content = checked_json(path, SHAPE, remedy, CheckpointError)
+        return Description(path)
+    content = checked_json(path, SHAPE, REMEDY, CheckpointError)
     unknown = [*(content.keys() - KEYS), *(content.get("sizes", {}).keys() - {*PARTS})]
     if unknown:
         known = f"{', '.join(sorted(KEYS))}, and sizes of {', '.join(PARTS)}"
-        raise CheckpointError(f"{path}: has the unknown key {min(unknown)!r}; known are {known}: {remedy}")
+        raise CheckpointError(f"{path}: has the unknown key {min(unknown)!r}; known are {known}: {REMEDY}")
     texts = content.get("classes", [])
     for text in texts:
         if printable(text) != text:
-            raise CheckpointError(f"{path}: the class {text!r} has control characters: {remedy}")
+            raise CheckpointError(f"{path}: the class {text!r} has control characters: {REMEDY}")
     sizes = content.get("sizes", {})
     if "num_tokens" in content:  # written by older versions
         sizes = {**sizes, "target": {"block_size": content["num_tokens"], **sizes.get("target", {})}}
-    return Description(ClassNames(texts), sizes)
+    return Description(path, ClassNames(texts) if "classes" in content else None, sizes)
 
 
 def placed(models: Any, device: torch.device) -> Any:

@@ -430,6 +430,10 @@ def test_families_are_told_apart_by_tensors_not_by_names(source, part, family, n
 
 def test_without_a_description_1000_classes_are_imagenets(tmp_path):
     assert described(tmp_path).names(1000) is imagenet() and not described(tmp_path).names(10).texts
+    (tmp_path / "cspd.json").write_text('{"sizes": {"vae": {"scale": 0.5}}}')
+    assert described(tmp_path).names(1000) is imagenet()
+    (tmp_path / "cspd.json").write_text('{"classes": []}')
+    assert not described(tmp_path).names(1000).texts
 
 
 # ---- Checkpoints on the Hugging Face Hub

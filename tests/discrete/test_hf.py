@@ -389,6 +389,13 @@ def test_absurd_configurations(what, folder_of, tmp_path):
         loaded(folder)
 
 
+def test_more_codes_than_any_vocabulary_has(folder_of, tmp_path):
+    folder = shutil.copytree(folder_of("chameleon"), tmp_path / "chameleon")
+    vq = json.loads((folder / "config.json").read_text())["vq_config"]
+    with pytest.raises(CheckpointError, match="vocabulary_map"):
+        loaded(changed(folder, "config.json", vq_config=vq | {"num_embeddings": 10**15}))
+
+
 @pytest.mark.parametrize("dtype", ["float7", "int8", 5, {"text_config": "float16"}])
 def test_odd_types_in_a_configuration(dtype, folder_of, tmp_path):
     folder = changed(shutil.copytree(folder_of("janus"), tmp_path / "janus"), "config.json", dtype=dtype)
