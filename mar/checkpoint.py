@@ -151,6 +151,7 @@ kl16 = functools.partial(create_vae, "kl16")
 
 Model = TypeVar("Model", bound=nn.Module)
 Shapes = dict[str, tuple[int, ...]]
+ALIGNMENT = 64  # bytes, as torch allocates tensors and writes them to archives
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 NUMBER_OF_HEADS = (("embed_dim", "num_heads"), ("dim", "n_head"))  # must divide the width
 # sizes that count layers: a file cannot have more of them than tensors
@@ -429,7 +430,7 @@ def metadata_of(model: nn.Module) -> dict[str, str]:
 
 
 def fill(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
-    """Puts the tensors of a file into a model, contiguous and in float32; without a copy if they already are.
+    """Puts the tensors of a file into a model, contiguous, aligned and in float32; without a copy if they already are.
 
     Raises:
         CheckpointError: names, shapes or types are not the model's, or a value is not finite.
@@ -453,6 +454,8 @@ def _converted(tensor: Tensor, dtype: torch.dtype, where: str) -> Tensor:
         types = " or ".join(str(each).removeprefix("torch.") for each in accepted)
         raise CheckpointError(f"{where} is {tensor.dtype}, expected {types}: save the weights in one of these types")
     tensor = tensor.to(dtype).contiguous()
+    if tensor.data_ptr() % ALIGNMENT:  # products round by where a matrix begins: a seed has one image, for any file
+        tensor = tensor.clone()
     check_finite(tensor, where)
     return tensor
 

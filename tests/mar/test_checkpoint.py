@@ -318,6 +318,13 @@ def test_resolution_is_found(img_size, patch, save):
     assert model.config == config and defaults_of(config) == defaults_of(mar_spec(DRAFT).config)
 
 
+@pytest.mark.parametrize("shift", range(0, 64, 8))
+def test_weights_are_aligned_wherever_they_are_in_a_file(shift, save, weights):
+    """Otherwise the same weights in another file could round to another image."""
+    model = load_mar(save("weights.safetensors", weights, {"padding": " " * shift}))
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in model.state_dict().values())
+
+
 def test_size_is_found(save):
     expected = random_weights(create_mar(TARGET), 3)
     path = save("weights.pth", {"model": expected})
