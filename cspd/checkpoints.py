@@ -14,7 +14,6 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 import torch
-from safetensors import safe_open
 
 from cspd.causal.family import CausalModels
 from cspd.causal.registry import load_autoencoder, load_causal
@@ -32,7 +31,7 @@ from cspd.request import Request
 from cspd.runs import content_digest, identity_of, together
 from cspd.terminal import __version__, telling
 from mar.checkpoint import load_mar, load_vae, suggestion
-from mar.tensors import CheckpointError, count_numbers
+from mar.tensors import CheckpointError, count_numbers, names_in
 
 # Checkpoints on the Hugging Face Hub, through its client, which caches files.
 #
@@ -207,7 +206,7 @@ def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
 
     The roles are "target", "draft" and "vae" for MAR; "target" and "vae" for causal models; "target", "draft",
     "eagle", "tokenizer" and the folder "text_encoder" for VQ models, which are recognised by a tokenizer in the same
-    folder or by their official name. A model of `transformers` has its config.json as target, and Chameleon's decoder
+    folder or by their tensors. A model of `transformers` has its config.json as target, and Chameleon's decoder
     as tokenizer and a drafter if they are in the folder.
 
     Args:
@@ -236,27 +235,42 @@ def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
 
 
 def patterns_of(target: Path) -> dict[str, tuple[str, ...]]:
-    """The patterns of the files next to a target, by their role."""
+    """The patterns of the files next to a target, by their role: by its tensors, or its name if it is damaged."""
+    names = _names(target)
+    if names:
+        if IN_CAUSAL in names:
+            return _SPHERE_FILES if IN_SPHERE in names and any(map(IN_AUTOENCODER.match, names)) else _CAUSAL_FILES
+        if IN_GPT in names:
+            return _TEXT_FILES if IN_TEXT_GPT in names else _VQ_FILES
+        return _MAR_FILES
     if target.match("t2i_*"):
         return _TEXT_FILES
-    if _is_causal(target):
-        return _SPHERE_FILES if target.match("SphereAR_*.pt") else _CAUSAL_FILES
+    if target.match("SphereAR_*.pt"):
+        return _SPHERE_FILES
+    if target.match("BitDance_*.pt"):
+        return _CAUSAL_FILES
     has_tokenizer = bool(_find(target.parent, _VQ_FILES["tokenizer"]))
     is_vq = target.match("c2i_*") or (target.suffix != ".pth" and has_tokenizer)
     return _VQ_FILES if is_vq else _MAR_FILES
 
 
-def _is_causal(target: Path) -> bool:
-    """Whether a file is of SphereAR or BitDance, by its official name or, if it is .safetensors, by its tensors."""
-    if target.match("SphereAR_*.pt") or target.match("BitDance_*.pt"):
-        return True
-    if target.suffix != ".safetensors":
-        return False
+# tensors that only one family has
+IN_CAUSAL, IN_SPHERE, IN_AUTOENCODER = "pos_for_diff.weight", "proj_in.weight", re.compile(r"vae\.")
+IN_GPT, IN_TEXT_GPT = "tok_embeddings.weight", "cls_embedding.uncond_embedding"
+
+
+def _names(target: Path) -> frozenset[str]:
+    """The names of a file's tensors; none if it is damaged, which loading it reports."""
     try:
-        with safe_open(target, "pt") as file:
-            return "pos_for_diff.weight" in file.keys()
-    except Exception:  # loading the file reports the reason
-        return False
+        about = target.stat()
+    except (OSError, ValueError):
+        return frozenset()
+    return _names_once(target, about.st_size, about.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)  # a file is asked for its family several times
+def _names_once(target: Path, num_bytes: int, modified: int) -> frozenset[str]:
+    return names_in(target)
 
 
 def family_of(checkpoint: str | Path) -> str:
@@ -266,6 +280,11 @@ def family_of(checkpoint: str | Path) -> str:
         return VQModels.family
     target = files["target"]
     return CausalModels.family if target and _is_causal(target) else MARModels.family
+
+
+def _is_causal(target: Path) -> bool:
+    """Whether a file is of SphereAR or BitDance."""
+    return patterns_of(target)["target"] == _CAUSAL_FILES["target"]
 
 
 # From folders of `transformers` models to the models of a VQ engine.
@@ -495,45 +514,43 @@ def _official_models(
 
 
 def _mar_models(files: Mapping[str, Path], arch: str | None) -> MARModels:
-    target = load_mar(files["target"], arch)
-    draft = load_mar(files["draft"]) if "draft" in files else None
-    classes, _ = described(files["target"].parent, target.config.class_num)
-    return MARModels(target, draft, load_vae(files["vae"]), classes)
+    about = described(files["target"].parent)
+    vae = load_vae(files["vae"], sizes=about.sizes.get("vae"))
+    target = load_mar(files["target"], arch, sizes=about.sizes.get("target"))
+    draft = load_mar(files["draft"], sizes=about.sizes.get("draft")) if "draft" in files else None
+    return MARModels(target, draft, vae, about.names(target.config.class_num))
 
 
 def _causal_models(files: Mapping[str, Path], arch: str | None) -> CausalModels:
-    target, inside = load_causal(files["target"], arch)
+    about = described(files["target"].parent)
+    target, inside = load_causal(files["target"], arch, about.sizes.get("target"))
     # a file beside BitDance's replaces the autoencoder inside it, as in the authors' code
-    vae = load_autoencoder(files["vae"]) if "vae" in files else inside
+    vae = load_autoencoder(files["vae"], about.sizes.get("vae")) if "vae" in files else inside
     if vae is None:
         wanted = " or ".join(patterns_of(files["target"])["vae"])
         beside = f", and there is no {wanted} beside it" if wanted else ""
         raise CheckpointError(
             f"{files['target']} has no autoencoder inside{beside}: give its file (vae=..., --vae on the command line)"
         )
-    classes, _ = described(files["target"].parent, target.config.num_classes)
-    return CausalModels(target, vae, classes)
+    return CausalModels(target, vae, about.names(target.config.num_classes))
 
 
 def _vq_models(files: Mapping[str, Path], arch: str | None, eagle_must_fit: bool) -> VQModels:
     """`eagle_must_fit`: keep an EAGLE drafter of another width, which otherwise belongs to another target."""
-    target = load_gpt(files["target"], arch)
-    classes, num_tokens = described(files["target"].parent, target.config.num_classes)
-    if num_tokens is not None:
-        target.config = replace(target.config, block_size=num_tokens)
-    draft = load_gpt(files["draft"]) if "draft" in files else None
-    eagle = load_eagle(files["eagle"]) if "eagle" in files else None
+    about = described(files["target"].parent)
+    target = load_gpt(files["target"], arch, about.sizes.get("target"))
+    # weights fit any resolution: drafters take the target's
+    own = {"block_size": target.config.block_size}
+    draft = load_gpt(files["draft"], sizes={**about.sizes.get("draft", {}), **own}) if "draft" in files else None
+    eagle = load_eagle(files["eagle"], sizes={**about.sizes.get("eagle", {}), **own}) if "eagle" in files else None
     # a folder may have several targets' files: a drafter of another width is not this target's
     if eagle and eagle.config.dim != target.config.dim and not eagle_must_fit:
         eagle = None
-    # weights fit any resolution: drafters take the target's
-    for model in (draft, eagle):
-        if model:
-            model.config = replace(model.config, block_size=target.config.block_size)
     encoder = None
     if target.config.caption_dim > 0 and "text_encoder" in files:
         encoder = TextEncoder(files["text_encoder"])
-    return VQModels(target, draft, eagle, load_tokenizer(files["tokenizer"]), classes, encoder)
+    tokenizer = load_tokenizer(files["tokenizer"], sizes=about.sizes.get("tokenizer"))
+    return VQModels(target, draft, eagle, tokenizer, about.names(target.config.num_classes), encoder)
 
 
 # The models of a run, in its record.

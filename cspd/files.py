@@ -32,7 +32,7 @@ from safetensors.numpy import save_file
 from torch import Tensor, nn
 
 from cspd.terminal import telling
-from mar.tensors import CheckpointError
+from mar.tensors import CheckpointError, check_finite, check_weights
 
 # A folder or a file on this machine, or in an object store.
 
@@ -661,7 +661,7 @@ def _file_name(kind: type, settings: Mapping) -> str:
     return f"{kind.__name__.lower()}-{digest[:20]}.safetensors"
 
 
-# Folders of `transformers` models: the files that they must have.
+# Folders of `transformers` models: the files that they must have, and what was loaded from them.
 
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "pytorch_model*.bin")  # in the order of `transformers`' search
 
@@ -681,7 +681,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_files(folder: Path, needed: Mapping[str, Sequence[str]], of: str, advice: str) -> None:
-    """Raises CheckpointError if a folder lacks a file.
+    """Raises CheckpointError if a folder lacks a file, or has weights that `mar.tensors.check_weights` refuses.
 
     Args:
         needed: for each kind of file, patterns of its name; one match is enough. of: the model that has these files.
@@ -690,3 +690,22 @@ def check_files(folder: Path, needed: Mapping[str, Sequence[str]], of: str, advi
         if not files_of(folder, patterns):
             names = " or ".join(patterns)
             raise CheckpointError(f"{folder} lacks the {what} of {of} ({names}): {advice}")
+    for file in weight_files(folder):
+        check_weights(file)
+
+
+LAYER = re.compile(r"\.(?:layers|block)\.\d+\.")
+
+
+def check_loaded(model: nn.Module, report: Mapping[str, Any], folder: Path, remedy: str) -> None:
+    """Checks a model that `transformers` loaded; `report`: its loading info.
+
+    Raises CheckpointError if the weights have more layers than the configuration, or values that are not finite.
+    """
+    for name in sorted(report["unexpected_keys"]):
+        if LAYER.search(name):
+            raise CheckpointError(
+                f"{folder}: the weights have {name}, a layer that config.json does not have: {remedy}"
+            )
+    for name, parameter in model.named_parameters():
+        check_finite(parameter, f"{folder}: {name}")

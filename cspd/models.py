@@ -7,6 +7,7 @@ import functools
 import os
 import types
 from collections import defaultdict
+from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -16,12 +17,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from cspd.device import Precision
-from cspd.files import BUNDLED_ROOTS, explained, misfit, publishing, read_json, write_json
+from cspd.files import BUNDLED_ROOTS, checked_json, explained, publishing, write_json
 from cspd.graphs import Graphs
 from cspd.method import ModelRunner
 from cspd.terminal import choice, shortened
-from mar.checkpoint import named_size
-from mar.tensors import CheckpointError
+from mar.checkpoint import metadata_of
+from mar.tensors import CheckpointError, printable
 
 # The names of a model's classes, in requests and in reports.
 
@@ -131,14 +132,17 @@ def modules_of(models: Models) -> dict[str, nn.Module]:
 # A folder of models as `cspd.load` reads it: safetensors, and a description of facts that the weights do not show.
 
 DESCRIPTION = "cspd.json"
-SHAPE = {"classes?": [str], "num_tokens?": int}
+SHAPE = {"classes?": [str], "num_tokens?": int, "sizes?": {str: dict}}
+KEYS = frozenset(key.removesuffix("?") for key in SHAPE)
+REMEDY = "correct it, or save the models again"
+PARTS = ("target", "draft", "eagle", "vae", "tokenizer")  # whose "sizes" it may give
 
 
 def save_models(models: Models, folder: str | os.PathLike) -> None:
-    """Writes models to a new or empty folder.
+    """Writes models to a new or empty folder; each file has its model's sizes in its metadata.
 
     Raises:
-        ValueError: the folder is not empty, or a model has a size without a name, so that it could not be loaded.
+        ValueError: the folder is not empty, or these are models of transformers.
         OSError: the folder cannot be written.
     """
     folder = Path(folder)
@@ -147,50 +151,60 @@ def save_models(models: Models, folder: str | os.PathLike) -> None:
     modules = modules_of(models)
     if hasattr(modules["target"], "own_type"):  # only models of transformers have one
         raise ValueError("these are models of transformers: copy their folder, which cspd.load reads")
-    for name, module in modules.items():
-        if named_size(module) is None:
-            raise ValueError(
-                f"the {name} has a size without a name: add it to mar/checkpoint.py or cspd/discrete/registry.py"
-            )
     with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    # Facts that `cspd.load` cannot read from the shapes of the weights.
-    description: dict = {"classes": models.classes.texts} if models.classes.texts else {}
-    if models.family == "VQ":
-        target: Any = modules["target"]
-        description["num_tokens"] = target.config.block_size
-    write_json(folder / DESCRIPTION, description)
+    write_json(folder / DESCRIPTION, {"classes": models.classes.texts})
     for name, module in modules.items():
         weights = {}
         for key, tensor in module.state_dict().items():
             weights[key] = tensor.detach().cpu().contiguous()
         with publishing(folder / f"{name}.safetensors") as temporary:
-            save_file(weights, temporary)
+            save_file(weights, temporary, metadata_of(module))
 
 
-def described(folder: Path, num_classes: int) -> tuple[ClassNames, int | None]:
-    """The class names in a folder's description, and the number of tokens, or None if the weights give it.
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What a folder says of its models.
 
-    Without a description, a thousand classes are ImageNet's and other classes have no names.
-
-    Raises:
-        CheckpointError: the description cannot be read, or has another number of classes.
+    Attributes:
+        path: its file. classes: names of the target's classes; None: it names none.
+        sizes: by part of a checkpoint ("target", "vae"), sizes that its file does not show, such as num_heads or scale.
     """
+
+    path: Path
+    classes: ClassNames | None = None
+    sizes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def names(self, num_classes: int) -> ClassNames:
+        """The names of a target's classes. If the folder names none, a thousand classes are ImageNet's.
+
+        Raises CheckpointError if it names another number of classes.
+        """
+        if self.classes is None:
+            return imagenet() if num_classes == 1000 else NO_NAMES
+        if self.classes.texts and len(self.classes.texts) != num_classes:
+            raise CheckpointError(f"{self.path}: {len(self.classes.texts)} names for {num_classes} classes: {REMEDY}")
+        return self.classes
+
+
+def described(folder: Path) -> Description:
+    """A folder's description; an empty one if it has none. Raises CheckpointError if it cannot be read."""
     path = folder / DESCRIPTION
     if not path.is_file():
-        return (imagenet() if num_classes == 1000 else NO_NAMES), None
-    try:
-        content = read_json(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}): remove it, or save the models again") from error
-    remedy = "correct it, or save the models again"
-    wrong = misfit(content, SHAPE)
-    if wrong:
-        raise CheckpointError(f"{path}: {wrong} is missing or has the wrong type: {remedy}")
+        return Description(path)
+    content = checked_json(path, SHAPE, REMEDY, CheckpointError)
+    unknown = [*(content.keys() - KEYS), *(content.get("sizes", {}).keys() - {*PARTS})]
+    if unknown:
+        known = f"{', '.join(sorted(KEYS))}, and sizes of {', '.join(PARTS)}"
+        raise CheckpointError(f"{path}: has the unknown key {min(unknown)!r}; known are {known}: {REMEDY}")
     texts = content.get("classes", [])
-    if texts and len(texts) != num_classes:
-        raise CheckpointError(f"{path}: {len(texts)} names for {num_classes} classes: {remedy}")
-    return ClassNames(texts), content.get("num_tokens")
+    for text in texts:
+        if printable(text) != text:
+            raise CheckpointError(f"{path}: the class {text!r} has control characters: {REMEDY}")
+    sizes = content.get("sizes", {})
+    if "num_tokens" in content:  # written by older versions
+        sizes = {**sizes, "target": {"block_size": content["num_tokens"], **sizes.get("target", {})}}
+    return Description(path, ClassNames(texts) if "classes" in content else None, sizes)
 
 
 def placed(models: Any, device: torch.device) -> Any:

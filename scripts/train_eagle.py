@@ -39,7 +39,6 @@ from cspd.discrete.runner import VQRunner
 from cspd.evaluation.images import Subject, are_texts, asking_for, image_files
 from cspd.files import weight_files
 from cspd.runs import file_fingerprint, together
-from mar.checkpoint import named_size
 
 CLASSIFICATION = 0.1  # weight of the cross-entropy, as in the paper
 NOISE = 0.1  # uniform, on the input features, which are predictions in drafting
@@ -127,7 +126,7 @@ def loaded(args: argparse.Namespace, device: torch.device) -> tuple[VQRunner, li
     """A model runner of the target, at the resolution of --size, and the classes or prompts to train with.
 
     Raises:
-        ValueError: the target is not a VQ model, has no tokenizer for --data, or does not take --size or --prompts.
+        ValueError: the target is not a VQ model, or does not take --size or --prompts.
     """
     texts = read_prompts(args.prompts, image_files(Path(args.data)) if args.data else ()) if args.prompts else None
     files = {"vae": args.tokenizer, "text_encoder": args.text_encoder}
@@ -137,12 +136,7 @@ def loaded(args: argparse.Namespace, device: torch.device) -> tuple[VQRunner, li
         raise ValueError(f"--checkpoint {args.checkpoint} is a MAR model, but EAGLE drafts for VQ models")
     subjects = texts or [*range(runner.num_classes)] or [0]
     engine.check(asking_for(cspd.Request(method="ar"), subjects[0]))  # raises ValueError if it needs prompts
-    tokenizer, config = runner.models["tokenizer"], runner.config
-    if args.data and tokenizer is None:
-        raise ValueError(
-            f"--data {args.data}: {args.checkpoint} has no tokenizer for images: pass --tokenizer, or --self-samples"
-        )
-    stride = (tokenizer or runner.target).config.stride
+    config, stride = runner.config, runner.models["tokenizer"].config.stride
     own = config.grid * stride
     args.size = args.size or own
     if isinstance(config, HFConfig) and args.size != own:
@@ -235,8 +229,7 @@ def main() -> None:
         print(", ".join(f"{share:.3f}" for share in shares))
         per_pass = 1 + sum(itertools.accumulate(shares, float.__mul__))
         print(f"a chain of this length: {per_pass:.2f} tokens per forward pass")
-    arch = config.architecture if hf else named_size(target) or ""
-    export(drafter, args.out, arch, seconds, half=lambda name: True)
+    export(drafter, args.out, config.architecture if hf else "", seconds, half=lambda name: True)
 
 
 if __name__ == "__main__":

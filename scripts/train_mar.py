@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from training import Loss, chosen, device_of_process, export, fit, go_on_with, run_main
 
 import cspd
+from cspd.models import described
 from cspd.runs import file_fingerprint
 from mar.checkpoint import MARS, load_vae, mar_spec
 from mar.head import TRAIN_STEPS, Head, training_loss
@@ -139,7 +140,8 @@ def arguments() -> argparse.Namespace:
 
 def new_model(args: argparse.Namespace, vae: AutoencoderKL, num_classes: int, settings: dict) -> MAR:
     """A model to train, with random weights or those of --init, which `settings` records."""
-    sizes = {"img_size": args.size, "vae_stride": vae.config.stride, "class_num": num_classes}
+    latent = {"vae_stride": vae.config.stride, "vae_embed_dim": vae.config.embed_dim, "patch_size": 1}
+    sizes = latent | {"img_size": args.size, "class_num": num_classes}
     model = MAR(dataclasses.replace(mar_spec(args.arch).config, **sizes))
     if args.init is None:
         first_step.prepare(model.head)
@@ -190,7 +192,8 @@ def samples(model: MAR, vae: AutoencoderKL, num_classes: int, device: torch.devi
 def main() -> None:
     args = arguments()
     device = device_of_process()
-    source, vae = data_of(args), load_vae(args.vae)
+    source = data_of(args)
+    vae = load_vae(args.vae, sizes=described(args.vae.parent).sizes.get("vae"))
     num_classes = len(source.classes)
     drawn = chosen(args, "data", "size", "upright", "images") | {"vae": file_fingerprint(args.vae)}
     settings = drawn | chosen(args, "arch", "steps", "batch", "rows", "mask_ratio_min", "lr")

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from cspd.files import publishing
 from cspd.request import to_pil
 from cspd.runs import file_fingerprint, write_png
-from mar.checkpoint import fill
+from mar.checkpoint import fill, metadata_of
 from mar.tensors import read_tensors
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -263,7 +263,7 @@ def _average_gradients(parameters: list[nn.Parameter], world: int) -> None:
 def export(
     model: nn.Module, path: Path, arch: str, seconds: float, half: Callable[[str], bool] = lambda name: False
 ) -> None:
-    """Writes weights as safetensors, with architecture, command and training time in the metadata.
+    """Writes weights as safetensors, with architecture, sizes, command and training time in the metadata.
 
     Args:
         half: the name of a tensor -> whether it is stored in float16.
@@ -272,7 +272,7 @@ def export(
         return
     tensors = {name: (t.half() if half(name) else t).cpu().contiguous() for name, t in model.state_dict().items()}
     parameters = sum(p.numel() for p in model.parameters())
-    metadata = {
+    about = {
         "arch": arch,
         "parameters": str(parameters),
         "command": shlex.join(["python", *sys.argv]),
@@ -280,5 +280,5 @@ def export(
         "torch": torch.__version__,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path, metadata=metadata)
-    print(f"wrote {path}: {path.stat().st_size / 1e6:.1f} MB\n{json.dumps(metadata, indent=2)}")
+    save_file(tensors, path, metadata=about | metadata_of(model))
+    print(f"wrote {path}: {path.stat().st_size / 1e6:.1f} MB\n{json.dumps(about, indent=2)}")

@@ -26,8 +26,10 @@ from transformers import (
 from cspd.discrete.architectures import ARCHITECTURES, HFModel, name_of
 from cspd.discrete.hf import HFEagle, Prompts, sizes
 from cspd.discrete.registry import Image
+from mar.vae import Decoder, KLConfig
 
 CODES, SIDE = 16, 4
+OF_CHAMELEON = ("chameleon", "lumina_mgpt")  # their decoder to pixels is in another file
 GUIDANCE = 2.5
 WORDS = "a red fox blue an old ship in quiet green harbour at night 4 * lowres".split()
 BOS, EOS, PAD, SEP, START, END, WRAPPER, IMAGE, ROW_END, FRAME_END = (
@@ -104,7 +106,7 @@ def model_of(architecture: str, seed: int = 0, codes: int = CODES, side: int = S
         generation = model.generation_config
         generation.generation_kwargs = {"boi_token_id": vocabulary[START]}
         generation.bos_token_id, generation.pad_token_id = vocabulary[BOS], vocabulary[PAD]
-    elif architecture in ("chameleon", "lumina_mgpt"):
+    elif architecture in OF_CHAMELEON:
         vq = {"embed_dim": 8, "num_embeddings": codes, "latent_channels": 32, "channel_multiplier": [1, 1]}
         vq |= {"resolution": 2 * side}
         config = ChameleonConfig(vq_config=vq | convolutions, vocabulary_map=vocabulary, **decoder)
@@ -213,6 +215,17 @@ def generated(model: PreTrainedModel, image: Image, prompts: Sequence[Tensor], c
     return torch.tensor([code[token] for token in made[0, prompt.shape[1] :].tolist() if token != image.row_end])
 
 
+def chameleon_decoder(path: Path, encoder: dict[str, Tensor]) -> tuple[Decoder, torch.nn.Conv2d]:
+    """Writes a file of Chameleon's form with random weights; returns the decoder and the layer before it."""
+    torch.manual_seed(3)
+    decoder = Decoder(KLConfig(embed_dim=32, ch=32, ch_mult=(1, 1), num_res_blocks=1))
+    before = torch.nn.Conv2d(8, 32, 1)
+    state = {f"decoder.{name}": value for name, value in decoder.state_dict().items()}
+    state |= {f"post_quant_conv.{name}": value for name, value in before.state_dict().items()}
+    torch.save({"state_dict": encoder | state}, path)
+    return decoder, before
+
+
 def saved(root: Path, architecture: str, seed: int = 0, dtype: torch.dtype = torch.float32, **more: int) -> Path:
     """A directory below `root` with the files, and for Lumina-mGPT the name, that the Hub has."""
     folder = root / (f"Lumina-mGPT-7B-{2 * SIDE}" if architecture == "lumina_mgpt" else architecture)
@@ -226,6 +239,8 @@ def saved(root: Path, architecture: str, seed: int = 0, dtype: torch.dtype = tor
             if is_shared(name):
                 weights[name] = value[:: len(value) // model.config.model_parallel_size].contiguous()
         save_file(weights, file, metadata={"format": "pt"})
+    if architecture in OF_CHAMELEON:
+        chameleon_decoder(folder / "vqgan.ckpt", {})
     if architecture == "emu3":
         (folder / "processor_config.json").write_text(f'{{"image_area": {(2 * SIDE) ** 2}}}')
     return folder

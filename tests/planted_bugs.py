@@ -34,6 +34,27 @@ class Bug(NamedTuple):
 
 BUGS = [
     Bug(
+        "averaged weights under another key are not used",
+        "mar/tensors.py",
+        "if AVERAGED in str(key).lower():",
+        "if str(key) in AVERAGED_KEYS:",
+        "mar/test_checkpoint.py",
+    ),
+    Bug(
+        "the first of several sizes with a file's shapes is taken",
+        "mar/checkpoint.py",
+        "        return added[0]\n",
+        "        return first\n",
+        "mar/test_checkpoint.py",
+    ),
+    Bug(
+        "transformers asks whether to run code in a folder",
+        "cspd/discrete/hf.py",
+        "AutoTokenizer.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)",
+        "AutoTokenizer.from_pretrained(folder.path, local_files_only=True)",
+        "discrete/test_hf.py::test_code_in_a_directory_is_neither_run_nor_asked_about",
+    ),
+    Bug(
         "what pip leaves in a clone is a model",
         "cspd/models.py",
         'if not folder.match("*.egg-info") and folder.name',

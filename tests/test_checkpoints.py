@@ -7,6 +7,9 @@ import io
 import json
 import os
 import shutil
+import subprocess
+import sys
+import warnings
 from pathlib import Path
 
 import huggingface_hub
@@ -20,20 +23,22 @@ import cspd
 from cspd import Engine, MARModels, Request, VQModels
 from cspd import checkpoints as cspd_checkpoints
 from cspd import device as cspd_device
-from cspd.checkpoints import checkpoint_files, fetched
+from cspd.checkpoints import checkpoint_files, family_of, fetched
+from cspd.discrete.gpt import GPT, Eagle, GPTConfig, VQConfig, VQModel
 from cspd.files import WEIGHTS, check_files, weight_files
-from cspd.models import ClassNames, described, imagenet
+from cspd.models import ClassNames, described, imagenet, modules_of
 from cspd.request import Sequence
 from cspd.runs import OTHER_WEIGHTS, identity_of
-from mar.model import MAR
-from mar.tensors import CheckpointError, read_tensors
+from mar.model import MAR, MARConfig
+from mar.tensors import CheckpointError, printable, read_tensors
+from mar.vae import AutoencoderKL, KLConfig
 
 
 @pytest.mark.parametrize("name, hint", [("digits32vq", "digits32_vq"), ("Digits32", "digits32"), ("a\0b", "digits32")])
 def test_an_unknown_name(name, hint):
     with pytest.raises(CheckpointError, match=hint) as caught:
         checkpoint_files(name)
-    assert str(caught.value).startswith(f"{name}: no checkpoint there")
+    assert str(caught.value).startswith(f"{printable(name)}: no checkpoint there")
 
 
 @pytest.mark.parametrize("names", [("target.safetensors", "checkpoint-last.pth"), ("c2i_B_256.pt", "c2i_L_256.pt")])
@@ -356,15 +361,88 @@ def test_saved_models_are_loaded_back(family, settings, folders, tmp_path):
     assert first.class_name == second.class_name == {"MAR": "2", "VQ": "c"}[family]
 
 
-@pytest.mark.parametrize("models", [lambda: MARModels(toy_mar()), lambda: VQModels(toy_models()["target"])])
-def test_a_model_that_could_not_be_loaded_is_not_saved(models, tmp_path):
-    with pytest.raises(ValueError):
-        Engine(models(), device="cpu").save_pretrained(tmp_path / "own")
-    assert not (tmp_path / "own").exists()
+def test_models_without_a_named_size_are_loaded_back(tmp_path):
+    """Also what no tensor shows: heads, the autoencoder's scale, and the number of tokens."""
+    torch.manual_seed(0)
+    mar = MAR(MARConfig(img_size=16, vae_stride=2, vae_embed_dim=4, embed_dim=32, depth=1, num_heads=8, class_num=3))
+    vae = AutoencoderKL(KLConfig(embed_dim=4, ch=32, ch_mult=(1, 1), num_res_blocks=1, attention=False, scale=0.3))
+    gpt = GPT(GPTConfig(dim=16, n_layer=1, n_head=4, vocab_size=24, block_size=16, num_classes=5, multiple_of=8))
+    vq = VQModel(VQConfig(ch=32, ch_mult=(1, 1), z_channels=32, codebook_size=24, num_res_blocks=1, attention=False))
+    models = {"mar": MARModels(mar, vae=vae), "gpt": VQModels(gpt, eagle=Eagle(gpt.config), tokenizer=vq)}
+    for name, own in models.items():
+        Engine(own, device="cpu").save_pretrained(tmp_path / name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # nothing is assumed
+            again = cspd.load(tmp_path / name, max_batch=1, device="cpu")._models[0]
+        for part, module in modules_of(own).items():
+            assert modules_of(again)[part].config == module.config
+
+
+def test_a_description_is_utf8_in_every_locale(tmp_path):
+    """With and without the mark at its beginning."""
+    for name, mark in (("with", "\ufeff"), ("without", "")):
+        (tmp_path / name).mkdir()
+        content = mark + json.dumps({"classes": ["gelée", "狐"]}, ensure_ascii=False)
+        (tmp_path / name / "cspd.json").write_bytes(content.encode())
+    code = """
+import sys
+from pathlib import Path
+from cspd.models import described
+for folder in map(Path, sys.argv[1:]):
+    print(ascii(described(folder).classes.texts))
+"""
+    locale = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", code, tmp_path / "with", tmp_path / "without"]
+    made = subprocess.run(command, env=locale, capture_output=True, text=True)
+    assert made.stdout.splitlines() == [ascii(("gelée", "狐"))] * 2
+
+
+@pytest.mark.parametrize(
+    "content, told",
+    [
+        ({"class": ["a"]}, "class"),
+        ({"sizes": {"autoencoder": {"scale": 1.0}}}, "autoencoder"),
+        ({"sizes": {"vae": {"factor": 1.0}}}, "factor"),
+        ({"sizes": {"target": {"num_heads": 5}}}, "num_heads"),
+        ({"sizes": [1]}, "sizes"),
+        ({"num_tokens": 16}, "block_size"),  # of a MAR
+        ({"classes": ["a\x1b[2J", *"bcdefghij"]}, "control"),
+        ({"classes": ["a"]}, "1 names for 10 classes"),
+    ],
+)
+def test_a_bad_description(content, told, tmp_path):
+    folder = shutil.copytree(small_checkpoint(), tmp_path / "own")
+    (folder / "cspd.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=told) as caught:
+        cspd.load(folder, device="cpu")
+    assert "\x1b" not in str(caught.value)
+
+
+def test_a_description_sets_sizes(tmp_path):
+    folder = shutil.copytree(small_checkpoint(), tmp_path / "own")
+    (folder / "cspd.json").write_text(json.dumps({"sizes": {"vae": {"scale": 0.5}, "target": {"num_heads": 2}}}))
+    models = cspd.load(folder, device="cpu")._models[0]
+    assert (models.vae.config.scale, models.target.config.num_heads) == (0.5, 2)
+
+
+@pytest.mark.parametrize(
+    "source, part, family",
+    [("digits32_vq", "draft", "VQ"), ("emoji64_sphere", "target", "causal"), ("digits32", "draft", "MAR")],
+)
+@pytest.mark.parametrize("name", ["last.pt", "0250000.pt", "c2i_B_256.pt", "SphereAR_B.pt", "checkpoint-last.pth"])
+def test_families_are_told_apart_by_tensors_not_by_names(source, part, family, name, tmp_path):
+    torch.save({"model": read_tensors(checkpoint_files(source)[part]), "steps": 3}, tmp_path / name)
+    assert family_of(tmp_path / name) == family
+    files = checkpoint_files(tmp_path / name)
+    assert ("tokenizer" in files) == (family == "VQ")
 
 
 def test_without_a_description_1000_classes_are_imagenets(tmp_path):
-    assert described(tmp_path, 1000)[0] is imagenet() and not described(tmp_path, 10)[0].texts
+    assert described(tmp_path).names(1000) is imagenet() and not described(tmp_path).names(10).texts
+    (tmp_path / "cspd.json").write_text('{"sizes": {"vae": {"scale": 0.5}}}')
+    assert described(tmp_path).names(1000) is imagenet()
+    (tmp_path / "cspd.json").write_text('{"classes": []}')
+    assert not described(tmp_path).names(1000).texts
 
 
 # ---- Checkpoints on the Hugging Face Hub

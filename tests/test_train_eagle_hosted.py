@@ -69,15 +69,9 @@ def test_from_its_own_samples(folder, train):
 
 @pytest.mark.slow
 def test_from_images(folder, train, tmp_path):
-    """Chameleon's pixels cannot be encoded without the file of its decoder."""
-    own = {"data": shades(tmp_path / "images", 6), "images": 7}
-    if folder.name in ("janus", "emu3"):
-        codes = train(folder, **own).parent / "run" / "codes"
-        labels = [load_file(codes / part / "00000000.safetensors")["labels"].tolist() for part in ("train", "held-out")]
-        assert labels == [[1, 2, 3, 4, 5, 1, 2], [0]]
-    else:
-        with pytest.raises(ValueError, match="--tokenizer"):
-            train(folder, **own)
+    codes = train(folder, data=shades(tmp_path / "images", 6), images=7).parent / "run" / "codes"
+    labels = [load_file(codes / part / "00000000.safetensors")["labels"].tolist() for part in ("train", "held-out")]
+    assert labels == [[1, 2, 3, 4, 5, 1, 2], [0]]
 
 
 @pytest.mark.slow

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -22,6 +24,7 @@ from torch import nn
 from train_mar import in_the_transformer, may_be_half
 from training import MUON_FACTOR, _optimizers, export, fit
 
+import cspd
 from cspd.checkpoints import checkpoint_files
 from cspd.discrete.registry import load_gpt, load_tokenizer
 from mar.checkpoint import create_mar, load_mar, load_vae
@@ -56,7 +59,8 @@ def size_of(path: Path) -> tuple[int, int]:
 
 
 def test_autoencoder_and_mar(train, tmp_path):
-    """Also `--init`: with a learning rate of 0, the weights stay."""
+    """Of three classes. Also `--init`: with a learning rate of 0, the weights stay."""
+    train = functools.partial(train, data=class_images(tmp_path / "three", 3, 13))
     vae = train("train_vae", arch="kl_emoji64", free_nats=0.5)
     assert load_vae(vae).config.stride == 4
     options = {"arch": "mar_emoji64_draft", "images": 20, "rows": 16, "head_steps": 2, "vae": vae}
@@ -72,6 +76,22 @@ def test_autoencoder_and_mar(train, tmp_path):
         for name, tensor in load_file(first).items():
             if "final_layer.linear" not in name:  # the last layer of a head is fitted again
                 assert torch.equal(tensor, second[name]), name
+    sampled_saved_and_sampled_again({"target": mar, "vae": vae}, tmp_path)
+
+
+def sampled_saved_and_sampled_again(files, tmp_path):
+    """A folder of trained files, without a plugin; what is saved of it generates the same image."""
+    folder = tmp_path / "trained"
+    folder.mkdir()
+    for part, file in files.items():
+        shutil.copy(file, folder / f"{part}.safetensors")
+    engine = cspd.load(folder, max_batch=1, device="cpu")
+    engine.save_pretrained(tmp_path / "saved")
+    images = []
+    for each in (engine, cspd.load(tmp_path / "saved", max_batch=1, device="cpu")):
+        assert each.classes == ["0", "1", "2"]
+        images.append(each.sample(2, method="ar", num_iter=1, num_sampling_steps=2, first_timestep=950).image)
+    assert images[0].shape == (3, SIZE, SIZE) and torch.equal(*images)
 
 
 @pytest.mark.parametrize(

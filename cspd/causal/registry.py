@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
 from cspd.causal.autoencoders import BitAutoencoder, BitAutoencoderConfig, SphereVAE, SphereVAEConfig
 from cspd.causal.models import Causal, CausalConfig
-from mar.checkpoint import KINDS, Kind, lookup, model_of
-from mar.tensors import read_tensors
+from mar.checkpoint import KINDS, Kind, Shapes, lookup, model_of
+from mar.tensors import Weights, read_weights
 
 # Every model and autoencoder by name: the official sizes, for images of 256 pixels, and the bundled ones.
 
@@ -81,9 +83,10 @@ AUTOENCODERS: dict[str, SphereVAEConfig | BitAutoencoderConfig] = {
 
 
 def defaults_of(config: CausalConfig) -> SamplingDefaults:
-    """The sampling settings of a size's authors; usual ones for a size without a name."""
+    """The sampling settings of a size's authors, for any images; usual ones for a size without a name."""
+    trained_for = {name: getattr(config, name) for name in ("side", "stride", "num_classes")}
     for spec in CAUSALS.values():
-        if spec.config == config:
+        if replace(spec.config, **trained_for) == config:
             return spec.defaults
     return SamplingDefaults()
 
@@ -95,49 +98,68 @@ def create_causal(name: str) -> Causal:
 
 def create_autoencoder(name: str) -> Autoencoder:
     """An autoencoder of the named size with random weights. Raises ValueError on an unknown name."""
-    config = lookup(AUTOENCODERS, name, "autoencoder of causal models")
+    return _built(lookup(AUTOENCODERS, name, "autoencoder of causal models"))
+
+
+def _built(config: SphereVAEConfig | BitAutoencoderConfig) -> Autoencoder:
     return SphereVAE(config) if isinstance(config, SphereVAEConfig) else BitAutoencoder(config)
 
 
 # Loading: `SphereAR_*.pt` has its autoencoder inside. `BitDance_*.pt` may have one too; `ae_d16c32.pt` replaces it.
 
-CAUSAL = Kind("causal model", CAUSALS, create_causal, "pass it as the checkpoint (--checkpoint)")
+
+def _adapted(config: CausalConfig, shapes: Shapes, facts: Mapping[str, Any]) -> CausalConfig:
+    """A size for a file's number of cells and of classes."""
+    cells, classes = shapes.get("pos_for_diff.weight", ()), shapes.get("cls_embedding.weight", ())
+    if len(cells) != 2 or len(classes) != 2:
+        return config
+    return replace(config, side=math.isqrt(cells[0]), num_classes=max(1, classes[0] - 1))
+
+
+CAUSAL = Kind(
+    "causal model", CAUSALS, Causal, "pass it as the checkpoint (--checkpoint)", _adapted, configs=(CausalConfig,)
+)
 AUTOENCODER: Kind[nn.Module] = Kind(
     "autoencoder of causal models",
     AUTOENCODERS,
-    create_autoencoder,
+    _built,
     "pass it as the vae of a causal model (--vae)",
+    configs=(SphereVAEConfig, BitAutoencoderConfig),
 )
 KINDS += [CAUSAL, AUTOENCODER]
 INSIDE = "vae."  # the autoencoder's names inside a model's file
 PARTS = ("encoder.", "decoder.", "quant_proj.", "post_quant_proj.")  # of an autoencoder; training adds others
 
 
-def load_causal(path: Path, arch: str | None = None) -> tuple[Causal, Autoencoder | None]:
+def load_causal(
+    path: Path, arch: str | None = None, sizes: Mapping[str, Any] | None = None
+) -> tuple[Causal, Autoencoder | None]:
     """Loads a model, and the autoencoder if its file has one; both on the CPU in float32.
 
     Args:
-        path: an official file or .safetensors. arch: a name in `CAUSALS`; by default found from the tensors.
+        path: an official file or .safetensors. arch: a name in `CAUSALS`; by default found from the file.
+        sizes: some of the model's sizes in `CausalConfig`.
 
     Raises:
         CheckpointError, ValueError: as in `mar.checkpoint.load_weights`.
     """
-    tensors = read_tensors(path)
-    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(INSIDE)}
-    model, _ = model_of(own, path, CAUSAL, arch)
-    return model, _autoencoder_in(tensors, path)
+    weights = read_weights(path)
+    own = {name: tensor for name, tensor in weights.tensors.items() if not name.startswith(INSIDE)}
+    model = model_of(Weights(own, weights.facts), path, CAUSAL, arch, sizes)
+    return model, _autoencoder_in(weights.tensors, path)
 
 
-def load_autoencoder(path: Path) -> Autoencoder:
+def load_autoencoder(path: Path, sizes: Mapping[str, Any] | None = None) -> Autoencoder:
     """Loads an autoencoder from its own file, or from that of a model. Raises CheckpointError as `load_causal`."""
-    tensors = read_tensors(path)
-    inside = _autoencoder_in(tensors, path)
+    weights = read_weights(path)
+    inside = _autoencoder_in(weights.tensors, path)
     if inside is not None:
         return inside
-    own = {name: tensor for name, tensor in tensors.items() if name.startswith(PARTS)}
-    return model_of(own or tensors, path, AUTOENCODER)[0]  # type: ignore[return-value]
+    own = {name: tensor for name, tensor in weights.tensors.items() if name.startswith(PARTS)}
+    found = model_of(Weights(own or weights.tensors, weights.facts), path, AUTOENCODER, sizes=sizes)
+    return found  # type: ignore[return-value]
 
 
 def _autoencoder_in(tensors: Mapping[str, Tensor], path: Path) -> Autoencoder | None:
     inside = {name.removeprefix(INSIDE): tensor for name, tensor in tensors.items() if name.startswith(INSIDE)}
-    return model_of(inside, path, AUTOENCODER)[0] if inside else None  # type: ignore[return-value]
+    return model_of(Weights(inside), path, AUTOENCODER) if inside else None  # type: ignore[return-value]

@@ -283,7 +283,7 @@ def _normed_by(processor: Mapping[str, Any]) -> dict[str, Any]:
 def _tokens_of(config: Any, mapping: Any, num_codes: int) -> list[int]:
     """The tokens of codes 0, 1, ... in the vocabulary of a configuration."""
     tokens = mapping.img2bpe if config.vocabulary_map else {}
-    if sorted(tokens) != list(range(num_codes)):
+    if len(tokens) != num_codes or sorted(tokens) != list(range(num_codes)):
         raise CheckpointError(
             f"config.json: vocabulary_map names {len(tokens)} image tokens, but the codebook has {num_codes} entries:"
             " use the config.json of a model that generates images, as it is on the Hub"

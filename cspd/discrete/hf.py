@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from cspd.discrete.gpt import Eagle, GPTConfig
 from cspd.discrete.registry import EAGLE, Architecture, HFConfig, Image
-from cspd.files import WEIGHTS, check_files, read_json, weight_files
+from cspd.files import WEIGHTS, check_files, check_loaded, read_json, weight_files
 from cspd.request import Request
 from cspd.terminal import install, shortened
-from mar.checkpoint import load_weights
-from mar.tensors import CheckpointError
+from mar.checkpoint import FLOATS, load_weights, unchanged
+from mar.tensors import CheckpointError, reason_of
 
 # A directory of a `transformers` model, with the files that the Hub has.
 
@@ -30,6 +30,7 @@ FILES = {  # required: one of the names of each
 }
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # settings of the last one win
 MOST_PROMPT = 512  # tokens; each takes as much of the cache as a token of the image
+MOST_LAYERS = 1000
 VQ_MODEL = "vqmodel."  # in the names of the VQ model's tensors
 
 
@@ -44,7 +45,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}): fetch it again") from error
+        raise CheckpointError(f"{path}: cannot be read ({reason_of(error)}): fetch it again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: not the configuration of a model: fetch it again")
     return content
@@ -69,18 +70,23 @@ class Folder:
     num_bytes: int
 
     def decoder(self, given: Path | None) -> Path | None:
-        """The file with the decoder to pixels: `given`, or the directory's own, or None if there is neither.
+        """The file with the decoder to pixels, `given` or the directory's own; None if the model needs none.
 
-        Raises ValueError if the model needs no such file, CheckpointError if `given` does not exist.
+        Raises ValueError if one is given to a model that needs none, CheckpointError if there is no such file.
         """
-        if given is not None and not self.architecture.decoder_files:
-            raise ValueError(f"{self.path}: this model has its own image decoder: omit vae=... (--vae)")
-        if given is not None and not given.is_file():
-            raise CheckpointError(f"{given}: no such file: pass Chameleon's vqgan.ckpt (vae=..., --vae)")
-        if given is not None:
-            return given
-        candidates = [self.path / name for name in self.architecture.decoder_files]
-        return next((file for file in candidates if file.is_file()), None)
+        names = self.architecture.decoder_files
+        if not names:
+            if given is not None:
+                raise ValueError(f"{self.path}: this model has its own image decoder: omit vae=... (--vae)")
+            return None
+        candidates = [self.path / name for name in names] if given is None else [given]
+        for file in candidates:
+            if file.is_file():
+                return file
+        raise CheckpointError(
+            f"{given or self.path}: there is no decoder to pixels: put Chameleon's {names[0]} into the model's folder,"
+            " or pass it (vae=..., --vae)"
+        )
 
 
 def opened(path: Path, dtype: torch.dtype | None = None) -> Folder:
@@ -95,7 +101,9 @@ def opened(path: Path, dtype: torch.dtype | None = None) -> Folder:
     """
     config = _read(path / CONFIG)
     if importlib.util.find_spec("transformers") is None:
-        raise ValueError(f"{path} has a {config.get('model_type')} model, which needs transformers: {install('text')}")
+        raise ValueError(
+            f"{path} has a {config.get('model_type')!r} model, which needs transformers: {install('text')}"
+        )
     from cspd.discrete.architectures import ARCHITECTURES, name_of
 
     name = name_of(config)
@@ -107,27 +115,32 @@ def opened(path: Path, dtype: torch.dtype | None = None) -> Folder:
     from transformers import AutoConfig
 
     try:
-        own = AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # a damaged file can fail anywhere in the readers
-        raise CheckpointError(f"{path / CONFIG}: cannot be read ({error}): fetch it again") from error
-    # the size of the weights is needed before they are read, to check the free memory
-    image = architecture.image(own, _processor(path))
-    stored = getattr(own, "dtype", None) or _type_of(weight_files(path)[0])
-    dtype = dtype or stored
-    stored_bytes = sum(file.stat().st_size for file in weight_files(path))
-    num_bytes = stored_bytes * dtype.itemsize // stored.itemsize
-    return Folder(path, architecture, image, sizes(own, architecture, image), own, dtype, num_bytes)
+        own = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        image = architecture.image(own, _processor(path))
+        own_sizes = sizes(own, architecture, image)
+        stored = getattr(own, "dtype", None) or _type_of(weight_files(path)[0])
+        if stored not in FLOATS:
+            raise CheckpointError(f"{path / CONFIG}: dtype is {stored}: use weights in float32, float16 or bfloat16")
+        # the size of the weights is needed before they are read, to check the free memory
+        stored_bytes = sum(file.stat().st_size for file in weight_files(path))
+        num_bytes = stored_bytes * (dtype or stored).itemsize // stored.itemsize
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged or absurd configuration can fail anywhere
+        raise CheckpointError(f"{path / CONFIG}: cannot be used ({reason_of(error)}): fetch it again") from error
+    return Folder(path, architecture, image, own_sizes, own, dtype or stored, num_bytes)
 
 
 def _type_of(weights: Path) -> torch.dtype:
-    """The type of the first tensor of a safetensors file; other files would have to be read whole."""
+    """The type of the first floating tensor of a safetensors file; other files would have to be read whole."""
     if weights.suffix != ".safetensors":
         return torch.float32
     try:
         with safe_open(weights, "pt") as file:
-            return file.get_tensor(next(iter(file.keys()))).dtype
+            tensors = map(file.get_tensor, file.keys())
+            return next(tensor.dtype for tensor in tensors if tensor.is_floating_point())
     except Exception as error:  # a damaged file can fail anywhere in the reader
-        raise CheckpointError(f"{weights}: cannot be read ({error}): fetch it again") from error
+        raise CheckpointError(f"{weights}: cannot be read ({reason_of(error)}): fetch it again") from error
 
 
 def _processor(path: Path) -> dict[str, Any]:
@@ -143,7 +156,11 @@ def _processor(path: Path) -> dict[str, Any]:
 def sizes(own: Any, architecture: Architecture, image: Image) -> HFConfig:
     """The sizes in a configuration of `transformers`. Raises CheckpointError if no prompt fits before an image."""
     text = architecture.text(own)
-    heads = text.num_attention_heads
+    heads, layers = text.num_attention_heads, text.num_hidden_layers
+    if not 0 < layers <= MOST_LAYERS:
+        raise CheckpointError(
+            f"config.json: num_hidden_layers={layers}: expected at most {MOST_LAYERS}: fetch it again"
+        )
     length = image.side**2
     # the positions of a prompt, of the image and of the ends of its rows all count
     row_ends = 0 if image.row_end is None else image.side
@@ -156,7 +173,7 @@ def sizes(own: Any, architecture: Architecture, image: Image) -> HFConfig:
     return HFConfig(
         architecture.name,
         dim=text.hidden_size,
-        n_layer=text.num_hidden_layers,
+        n_layer=layers,
         n_head=heads,
         key_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
@@ -186,16 +203,20 @@ def read(folder: Folder, device: torch.device, decoder: Path | None) -> tuple[nn
             dtype=folder.dtype,
             device_map={"": device} if straight else None,
             local_files_only=True,
+            trust_remote_code=False,
             output_loading_info=True,
             attn_implementation="sdpa",
         )
     except Exception as error:  # a damaged file can fail anywhere in the readers
-        raise CheckpointError(f"{folder.path}: its weights cannot be read ({error}): fetch them again") from error
+        raise CheckpointError(
+            f"{folder.path}: its weights cannot be read ({reason_of(error)}): fetch them again"
+        ) from error
     # Lumina-mGPT's weights lack the VQ model, and others may lack parts that are not used here
     parts = folder.architecture.parts(model, folder.image, decoder)
     for name in sorted(report["missing_keys"]):
         if not _is_elsewhere(name, parts.tokenizer):
             raise CheckpointError(f"{folder.path}: the weights lack {name}: fetch the whole directory again")
+    check_loaded(model, report, folder.path, "fetch the whole directory again")
     return HFModel(folder.config, parts), parts.tokenizer
 
 
@@ -210,9 +231,11 @@ def read_prompts(folder: Folder) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder.path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a damaged file can fail anywhere in the readers
-        raise CheckpointError(f"{folder.path}: its tokenizer cannot be read ({error}): fetch it again") from error
+        raise CheckpointError(
+            f"{folder.path}: its tokenizer cannot be read ({reason_of(error)}): fetch it again"
+        ) from error
     older = folder.path / "chat_template.json"  # tokenizers do not read this file, only processors do
     if not tokenizer.chat_template and older.is_file():
         tokenizer.chat_template = _read(older).get("chat_template")
@@ -308,5 +331,5 @@ class HFEagle(Eagle):
 def load_hf_eagle(path: Path, target: HFConfig, dtype: torch.dtype) -> HFEagle:
     """Loads a drafter for a target, on the CPU. Raises CheckpointError as `mar.checkpoint.load_weights` does."""
     # a kind with a single size: the file's tensors must be those of this target's drafter
-    kind: Any = replace(EAGLE, names={target.architecture: target}, create=lambda name: HFEagle(target))
+    kind: Any = replace(EAGLE, names={target.architecture: target}, build=HFEagle, adapted=unchanged, configs=())
     return load_weights(path, kind)[0].to(dtype)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,7 +13,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from cspd.discrete.gpt import GPT, Eagle, GPTConfig, VQConfig, VQModel
-from mar.checkpoint import KINDS, Kind, load_weights, lookup
+from mar.checkpoint import IN_CSPD_JSON, KINDS, Kind, Shapes, load_weights, lookup
+from mar.tensors import CONFIG, Assumed, CheckpointError
 
 # Every VQ model by name: the official sizes and the bundled ones.
 
@@ -103,12 +106,19 @@ def defaults_of(config: Any) -> SamplingDefaults:
     """
     if hasattr(config, "defaults"):
         return config.defaults
-    for spec in GPTS.values():
-        # files of a size exist for several resolutions; small images are not enlarged to the paper's size
-        if replace(spec.config, block_size=config.block_size) == config:
-            own_size = config.grid * TOKENIZERS[spec.tokenizer].stride
-            return replace(spec.defaults, image_size=min(spec.defaults.image_size, own_size))
+    for spec in _of_size(config):
+        # small images are not enlarged to the paper's size
+        own_size = config.grid * TOKENIZERS[spec.tokenizer].stride
+        return replace(spec.defaults, image_size=min(spec.defaults.image_size, own_size))
     return SamplingDefaults()
+
+
+def _of_size(config: GPTConfig) -> Iterator[GPTSpec]:
+    """The named sizes that a model has, at any resolution and for any number of classes."""
+    for spec in GPTS.values():
+        classes = config.num_classes if spec.config.num_classes else 0
+        if replace(spec.config, block_size=config.block_size, num_classes=classes) == config:
+            yield spec
 
 
 def create_gpt(name: str) -> GPT:
@@ -235,44 +245,86 @@ class Architecture:
 
 # Loading VQ models from local files: official `c2i_*.pt`, `t2i_*.pt`, `vq_ds16_*.pt`, and safetensors.
 
+
+def _gpt_adapted(config: GPTConfig, shapes: Shapes, facts: Mapping[str, Any]) -> GPTConfig:
+    """A size for a file's number of classes."""
+    table = shapes.get("cls_embedding.embedding_table.weight", ())
+    if config.num_classes == 0 or len(table) != 2 or table[0] < 2:
+        return config
+    return replace(config, num_classes=table[0] - 1)
+
+
 GPT_MODEL = Kind(
     "GPT",
     GPTS,
-    create_gpt,
+    GPT,
     "pass it as the checkpoint, with its tokenizer in the same directory, or as the draft of a GPT (--checkpoint,"
     " --draft-checkpoint)",
+    _gpt_adapted,
+    configs=(GPTConfig,),
 )
-TOKENIZER = Kind("tokenizer", TOKENIZERS, create_tokenizer, "pass it as the vae of a GPT (--vae)")
-EAGLE = Kind("EAGLE drafter", GPTS, create_eagle, "pass it as the eagle of its GPT (--eagle)")
+TOKENIZER = Kind("tokenizer", TOKENIZERS, VQModel, "pass it as the vae of a GPT (--vae)", configs=(VQConfig,))
+EAGLE = Kind(
+    "EAGLE drafter", GPTS, Eagle, "pass it as the eagle of its GPT (--eagle)", _gpt_adapted, configs=(GPTConfig,)
+)
 KINDS += [GPT_MODEL, TOKENIZER, EAGLE]
-PIXELS = re.compile(r"_(256|384|512)\b")  # in the names of official files
+# pixels along a side, in the names of files: of three or four digits, but not the number of a step
+PIXELS = re.compile(r"(?<!\d)([1-9]\d{2,3})(?!\d)")
+MOST_PIXELS = 1024
+USUAL_STRIDE = 16
 
 
-def load_gpt(path: Path | str, arch: str | None = None) -> GPT:
+def load_gpt(path: Path | str, arch: str | None = None, sizes: Mapping[str, Any] | None = None) -> GPT:
     """Loads a GPT, on the CPU in float32.
 
+    The weights are the same at any resolution. It is, in this order, `block_size` in `sizes`, in the metadata of a file
+    that was saved here, `image_size` in the `args` of a training script, or pixels in the file's name (c2i_L_384.pt:
+    576 tokens). If only the name of the size is left, its usual resolution is assumed, with a warning.
+
     Args:
-        path: `c2i_*.pt`, `t2i_*.pt` or .safetensors. The weights are the same at any resolution, so it is read from the
-            name of an official file (c2i_L_384.pt: 384 pixels, 576 tokens). Other files get the usual one of the size.
-        arch: a name in `GPTS`; by default found from the tensors.
+        path: `c2i_*.pt`, `t2i_*.pt` or .safetensors. arch: a name in `GPTS`; by default found from the file.
+        sizes: some of the sizes in `GPTConfig`.
 
     Raises:
         CheckpointError, ValueError: as in `mar.checkpoint.load_weights`.
     """
-    model, name = load_weights(Path(path), GPT_MODEL, arch)
-    # the rotary angles are computed from block_size, so weights of one resolution run at any other
-    pixels = PIXELS.search(Path(path).stem)
-    if pixels:
-        side = int(pixels[1]) // TOKENIZERS[GPTS[name].tokenizer].stride
-        model.config = replace(model.config, block_size=side * side)
+    path = Path(path)
+    model, facts = load_weights(path, GPT_MODEL, arch, sizes=sizes)
+    if "block_size" not in (sizes or {}):
+        model.config = replace(model.config, block_size=_tokens(model.config, facts, path))
+    if model.config.grid**2 != model.config.block_size or model.config.block_size < 1:
+        raise CheckpointError(f"{path}: block_size={model.config.block_size} is not a square number: correct it")
     return model
 
 
-def load_tokenizer(path: Path | str, arch: str | None = None) -> VQModel:
-    """Loads a tokenizer, as `load_gpt`; arch is a name in `TOKENIZERS`."""
-    return load_weights(Path(path), TOKENIZER, arch)[0]
+def _tokens(config: GPTConfig, facts: Mapping[str, Any], path: Path) -> int:
+    """The number of tokens of an image, see `load_gpt`."""
+    # the rotary angles are computed from it, so weights of one resolution run at any other
+    if isinstance(facts.get(CONFIG), dict):
+        return config.block_size
+    stride = facts.get("downsample_size")
+    if type(stride) is not int or stride < 1:
+        stride = next((TOKENIZERS[spec.tokenizer].stride for spec in _of_size(config)), USUAL_STRIDE)
+    stated = facts.get("image_size")
+    if type(stated) is int and stated > 0 and stated % stride == 0:
+        return (stated // stride) ** 2
+    named = [int(pixels) for pixels in PIXELS.findall(path.stem)]
+    named = [pixels for pixels in named if pixels % stride == 0 and pixels <= MOST_PIXELS]
+    if named:
+        tokens, why = (named[0] // stride) ** 2, f"as its name has {named[0]}"
+    else:
+        tokens, why = config.block_size, "the usual ones of its size"
+    if not (path.match("[ct]2i_*") and named) and facts.get("arch") not in GPTS:
+        pixels = math.isqrt(tokens) * stride
+        warnings.warn(f"{path}: images of {pixels} pixels are assumed, {why}; if not, {IN_CSPD_JSON}", Assumed, 2)
+    return tokens
 
 
-def load_eagle(path: Path | str, arch: str | None = None) -> Eagle:
+def load_tokenizer(path: Path | str, arch: str | None = None, sizes: Mapping[str, Any] | None = None) -> VQModel:
+    """Loads a tokenizer, as `load_gpt`; arch is a name in `TOKENIZERS`, and sizes are of `VQConfig`."""
+    return load_weights(Path(path), TOKENIZER, arch, sizes=sizes)[0]
+
+
+def load_eagle(path: Path | str, arch: str | None = None, sizes: Mapping[str, Any] | None = None) -> Eagle:
     """Loads an EAGLE drafter, as `load_gpt`; arch is that of its target."""
-    return load_weights(Path(path), EAGLE, arch)[0]
+    return load_weights(Path(path), EAGLE, arch, sizes=sizes)[0]

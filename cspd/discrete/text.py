@@ -20,10 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.files import WEIGHTS, check_files, read_item, read_json, user_cache, write_item
+from cspd.files import WEIGHTS, check_files, check_loaded, read_item, read_json, user_cache, write_item
 from cspd.runs import identity_of
 from cspd.terminal import install, shortened, telling
-from mar.tensors import CheckpointError
+from mar.checkpoint import MOST
+from mar.tensors import CheckpointError, reason_of
 
 # Captions are cleaned by the rules of DeepFloyd IF, which LlamaGen's authors apply in training and in sampling.
 #
@@ -177,6 +178,10 @@ class TextEncoder:
             raise ValueError(f"prompts need {missing}, which is not installed: {install('text')}")
         self.width: int = config["d_model"]
         self._sizes = SIZES | config
+        for name, usual in SIZES.items():
+            value = self._sizes[name]
+            if type(value) is not type(usual) or (isinstance(value, int) and not 0 < value <= MOST):
+                raise CheckpointError(f"{self.folder / 'config.json'}: {name}={value!r} is not a size of T5: {SOURCE}")
         self._remembered = functools.lru_cache(maxsize=REMEMBERED)(self._cached)
 
     def features(self, text: str, most: int, device: torch.device) -> Tensor:
@@ -234,7 +239,7 @@ class TextEncoder:
         try:
             config = read_json(path)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: cannot be read ({error}): {SOURCE}") from error
+            raise CheckpointError(f"{path}: cannot be read ({reason_of(error)}): {SOURCE}") from error
         return config if isinstance(config, dict) else {}
 
     def _cached(self, text: str, most: int, device: torch.device) -> tuple[Tensor, int]:
@@ -273,14 +278,17 @@ class TextEncoder:
             try:
                 tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
                 loaded: Any = T5EncoderModel.from_pretrained(
-                    self.folder, local_files_only=True, output_loading_info=True
+                    self.folder, local_files_only=True, trust_remote_code=False, output_loading_info=True
                 )
                 encoder, report = loaded
             except Exception as error:  # a damaged file can fail anywhere in the readers
-                raise CheckpointError(f"{self.folder}: cannot be read as a T5 encoder ({error}): {SOURCE}") from error
+                raise CheckpointError(
+                    f"{self.folder}: cannot be read as a T5 encoder ({reason_of(error)}): {SOURCE}"
+                ) from error
         if report["missing_keys"]:
             missing = sorted(report["missing_keys"])[0]
             raise CheckpointError(f"{self.folder}: not the weights of a T5 encoder ({missing} is missing): {SOURCE}")
+        check_loaded(encoder, report, self.folder, SOURCE)
         # texts are encoded one at a time, without the authors' padding, which is masked anyway
         tokenizer.no_padding()
         return tokenizer, encoder.float().eval()

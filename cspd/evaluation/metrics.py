@@ -49,13 +49,23 @@ from cspd.evaluation.scores import (
     statistics_of,
     wilson,
 )
-from cspd.files import WEIGHTS, check_files, checked_json, digest_of, read_item, user_cache, weight_files, write_item
+from cspd.files import (
+    WEIGHTS,
+    check_files,
+    check_loaded,
+    checked_json,
+    digest_of,
+    read_item,
+    user_cache,
+    weight_files,
+    write_item,
+)
 from cspd.models import bundled, bundled_folder
 from cspd.request import to_pil
 from cspd.runs import file_fingerprint, together
 from cspd.terminal import choice, install, progress_bar, telling
 from mar.checkpoint import fill
-from mar.tensors import CheckpointError, read_tensors
+from mar.tensors import CheckpointError, read_tensors, reason_of
 
 # CLIP score: how well images match their prompts, by a CLIP model of transformers, from a local folder.
 #
@@ -90,15 +100,16 @@ class Clip:
             from transformers import CLIPModel, CLIPProcessor
 
             try:
-                self.processor = CLIPProcessor.from_pretrained(folder, local_files_only=True)
-                loaded: Any = CLIPModel.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+                local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+                self.processor = CLIPProcessor.from_pretrained(folder, **local)
+                loaded: Any = CLIPModel.from_pretrained(folder, output_loading_info=True, **local)
                 model, report = loaded
             except Exception as error:  # a damaged file can fail anywhere in the readers
-                reason = " ".join(str(error).split())
-                raise CheckpointError(f"{folder}: cannot be read as CLIP ({reason}): {SOURCE}") from error
+                raise CheckpointError(f"{folder}: cannot be read as CLIP ({reason_of(error)}): {SOURCE}") from error
         if report["missing_keys"]:
             missing = min(report["missing_keys"])
             raise CheckpointError(f"{folder}: the weights lack CLIP's {missing}: {SOURCE}")
+        check_loaded(model, report, folder, SOURCE)
         self.model = model.float().eval().to(self.device)
         self.most_tokens = model.config.text_config.max_position_embeddings
 
@@ -186,10 +197,10 @@ def dinov2_features(images: Images, folder: Path, device: torch.device | str = "
 
     device = pick_device(device)
     try:
-        model = Dinov2Model.from_pretrained(folder, local_files_only=True).float().eval().to(device)
+        model = Dinov2Model.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        model = model.float().eval().to(device)
     except Exception as error:  # a damaged file can fail anywhere in the readers
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{folder}: cannot be read as DINOv2 ({reason}): {DINOV2_SOURCE}") from error
+        raise CheckpointError(f"{folder}: cannot be read as DINOv2 ({reason_of(error)}): {DINOV2_SOURCE}") from error
     # torch-fidelity's own constructor would download the weights
     extractor = FeatureExtractorDinoV2.__new__(FeatureExtractorDinoV2)
     FeatureExtractorBase.__init__(extractor, "dinov2-vit-l-14", ["dinov2"])

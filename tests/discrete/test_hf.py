@@ -11,9 +11,11 @@ import torch
 from conftest import relative_error
 from hf import (
     GUIDANCE,
+    OF_CHAMELEON,
     PROMPTS,
     SIDE,
     WORDS,
+    chameleon_decoder,
     drafter_of,
     generated,
     guided_logits,
@@ -33,7 +35,6 @@ from cspd import device as cspd_device
 from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
 from mar.tensors import CheckpointError
-from mar.vae import Decoder, KLConfig
 
 ARCHITECTURES = ["janus", "chameleon", "lumina_mgpt", "emu3"]
 SLOW = pytest.mark.slow
@@ -179,9 +180,6 @@ def test_whole_sequences_follow_its_distribution(architecture, method):
 # ---- Directories of models
 
 
-OF_CHAMELEON = ("chameleon", "lumina_mgpt")  # their decoder to pixels is in another file
-
-
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
     """A function from the name of an architecture to its directory."""
@@ -209,7 +207,7 @@ def test_a_directory(name, folder_of):
     own = texts.features(PROMPTS[0], 99, None)
     assert torch.equal(output.tokens, generated(model, image, (own, texts.null(own, 99)), GUIDANCE))
     if name in OF_CHAMELEON:
-        assert output.image is None
+        assert output.image.shape == (3, 2 * SIDE, 2 * SIDE)  # `test_chameleons_pixels` has their values
     else:
         codes = output.tokens.view(1, SIDE, SIDE)
         vq = model.model.vqmodel
@@ -273,7 +271,8 @@ def test_bf16(name, folder_of):
     runner = engine.runner
     outputs = engine.generate([request(method=method, temperature=1.0) for method in ("ar", "sjd-pac")])
     assert all(((output.tokens >= 0) & (output.tokens < 16)).all() for output in outputs)
-    types = {parameter.dtype for parameter in runner.target.parameters() if parameter.dim() == 2}
+    parameters = runner.target.named_parameters()
+    types = {each.dtype for name, each in parameters if each.dim() == 2 and "vqmodel" not in name}
     assert types == {torch.bfloat16} == {runner.cache("target").tensor.dtype}
     assert runner.precision.prepare(runner.target) is runner.target
 
@@ -295,17 +294,6 @@ def test_a_draft_model(folder_of, tmp_path):
     assert made.stats.draft_backbone_calls > 0
 
 
-def chameleon_decoder(path, encoder):
-    """Writes a file of Chameleon's form with random weights; returns the decoder and the layer before it."""
-    torch.manual_seed(3)
-    decoder = Decoder(KLConfig(embed_dim=32, ch=32, ch_mult=(1, 1), num_res_blocks=1))
-    before = torch.nn.Conv2d(8, 32, 1)
-    state = {f"decoder.{name}": value for name, value in decoder.state_dict().items()}
-    state |= {f"post_quant_conv.{name}": value for name, value in before.state_dict().items()}
-    torch.save({"state_dict": encoder | state}, path)
-    return decoder, before
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_CHAMELEON)
 def test_chameleons_pixels(name, folder_of, tmp_path):
@@ -323,8 +311,11 @@ def test_chameleons_pixels(name, folder_of, tmp_path):
     vectors = vq_model.quantize.embedding.weight[output.tokens]
     pixels = decoder(before(vectors.T.view(1, 8, SIDE, SIDE)))[0]
     assert torch.allclose(output.image, (pixels / 2 + 0.5).clamp(0, 1), atol=1e-5)
-    elsewhere = loaded(folder_of(name), vae=folder / "vqgan.ckpt")
+    (folder / "vqgan.ckpt").rename(tmp_path / "vqgan.ckpt")
+    elsewhere = loaded(folder, vae=tmp_path / "vqgan.ckpt")
     assert torch.equal(elsewhere.generate([request()])[0].image, output.image)
+    with pytest.raises(CheckpointError, match=r"vqgan\.ckpt"):
+        loaded(folder)
     save_file({"decoder.conv_in.weight": torch.ones(1)}, tmp_path / "other.safetensors")
     with pytest.raises(CheckpointError):
         loaded(folder_of(name), vae=tmp_path / "other.safetensors")
@@ -345,6 +336,80 @@ def test_bad_configurations(name, changes, told, folder_of, tmp_path):
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(CheckpointError, match=told):
+        loaded(folder)
+
+
+def changed(folder, name, **changes):
+    """A folder with some settings of a file replaced."""
+    content = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(content | changes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        ("tokenizer_config.json", {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}),
+        ("config.json", {"auto_map": {"AutoConfig": "own.Own", "AutoModel": "own.Own"}}),
+    ],
+)
+def test_code_in_a_directory_is_neither_run_nor_asked_about(name, settings, folder_of, tmp_path, monkeypatch):
+    folder = changed(shutil.copytree(folder_of("janus"), tmp_path / "janus"), name, **settings)
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'trap')!r}, 'w')\nclass Own: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *text: pytest.fail("asked"))
+    try:
+        loaded(folder)
+    except CheckpointError as refused:
+        assert "trust" not in str(refused)
+    assert not (tmp_path / "trap").exists()
+
+
+def test_chameleon_without_its_decoder_is_refused_before_its_weights_are_read(folder_of, tmp_path, monkeypatch):
+    folder = shutil.copytree(folder_of("chameleon"), tmp_path / "chameleon")
+    (folder / "vqgan.ckpt").unlink()
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *args, **more: pytest.fail("read"))
+    with pytest.raises(CheckpointError, match=r"vqgan\.ckpt"):
+        loaded(folder)
+
+
+TEXT = {
+    "no heads": {"num_attention_heads": 0},
+    "text in place of a number": {"hidden_size": "32"},
+    "too many layers": {"num_hidden_layers": 10**9},
+    "fewer layers than its weights": {"num_hidden_layers": 1},
+}
+
+
+@pytest.mark.parametrize("what", TEXT)
+def test_absurd_configurations(what, folder_of, tmp_path):
+    folder = shutil.copytree(folder_of("janus"), tmp_path / "janus")
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    changed(folder, "config.json", text_config=text | TEXT[what])
+    with pytest.raises(CheckpointError, match=f"{folder}|num_hidden_layers"):
+        loaded(folder)
+
+
+def test_more_codes_than_any_vocabulary_has(folder_of, tmp_path):
+    folder = shutil.copytree(folder_of("chameleon"), tmp_path / "chameleon")
+    vq = json.loads((folder / "config.json").read_text())["vq_config"]
+    with pytest.raises(CheckpointError, match="vocabulary_map"):
+        loaded(changed(folder, "config.json", vq_config=vq | {"num_embeddings": 10**15}))
+
+
+@pytest.mark.parametrize("dtype", ["float7", "int8", 5, {"text_config": "float16"}])
+def test_odd_types_in_a_configuration(dtype, folder_of, tmp_path):
+    folder = changed(shutil.copytree(folder_of("janus"), tmp_path / "janus"), "config.json", dtype=dtype)
+    with pytest.raises(CheckpointError, match=str(folder)):
+        loaded(folder)
+
+
+def test_values_of_a_directory_that_are_not_finite(folder_of, tmp_path):
+    folder = shutil.copytree(folder_of("janus"), tmp_path / "janus")
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if name.endswith("mlp.up_proj.weight"))
+    weights[name][0, 0] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="NaN"):
         loaded(folder)
 
 

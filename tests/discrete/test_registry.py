@@ -1,9 +1,14 @@
 """Official weights files of VQ models load as they are; other files are refused, with advice."""
 
+import argparse
+import warnings
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from cspd.discrete.gpt import GPT
 from cspd.discrete.registry import (
     create_eagle,
     create_gpt,
@@ -15,7 +20,7 @@ from cspd.discrete.registry import (
     load_tokenizer,
 )
 from mar.checkpoint import create_mar, create_vae, load_mar, load_vae
-from mar.tensors import CheckpointError
+from mar.tensors import Assumed, CheckpointError
 
 TARGET, DRAFT = "gpt_digits32", "gpt_digits32_draft"
 
@@ -46,10 +51,46 @@ def test_halves_and_safetensors(weights, tmp_path):
     assert not model.training and not any(p.requires_grad for p in model.parameters())
 
 
-@pytest.mark.parametrize("name, tokens", [("c2i_B_256.pt", 128**2), ("c2i_L_384.pt", 192**2), ("c2i_3B.pt", 256)])
+def tokens_of(path, weights, **args):
+    torch.save({"model": weights, "args": argparse.Namespace(**args)} if args else {"model": weights}, path)
+    return load_gpt(path).config.block_size
+
+
+@pytest.mark.parametrize(
+    "name, tokens",
+    [("c2i_B_256.pt", 128**2), ("c2i_L_384.pt", 192**2), ("c2i_B_448_v2.pt", 224**2), ("t2i-512px.pt", 256**2)],
+)
 def test_resolution_is_in_the_name(name, tokens, weights, tmp_path):
-    torch.save({"model": weights}, tmp_path / name)
-    assert load_gpt(tmp_path / name).config.block_size == tokens  # the bundled tokenizer has a stride of 2
+    assert tokens_of(tmp_path / name, weights) == tokens  # the bundled tokenizer has a stride of 2
+
+
+def test_resolution_is_in_the_arguments_of_the_training_script(weights, tmp_path):
+    """With the stride of its tokenizer. They win over the name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tokens_of(tmp_path / "0250000.pt", weights, image_size=448, downsample_size=16) == 784
+        assert tokens_of(tmp_path / "c2i_B_256.pt", weights, image_size=384) == 192**2
+
+
+@pytest.mark.parametrize("name", ["0250000.pt", "c2i_3B.pt", "own_1200.pt", "own_448.pt"])
+def test_an_assumed_resolution_is_reported(name, weights, tmp_path):
+    with pytest.warns(Assumed, match="448 pixels" if "448" in name else "32 pixels"):
+        assert tokens_of(tmp_path / name, weights) == (224**2 if "448" in name else 256)
+
+
+@pytest.mark.parametrize("tokens", [0, -16, 15])
+def test_an_absurd_number_of_tokens(tokens, weights, tmp_path):
+    save_file(weights, tmp_path / "draft.safetensors")
+    with pytest.raises(CheckpointError, match="block_size"):
+        load_gpt(tmp_path / "draft.safetensors", sizes={"block_size": tokens})
+
+
+def test_a_gpt_of_three_classes(tmp_path):
+    """A fine-tuned official size, and its sampling settings."""
+    config = replace(gpt_spec(DRAFT).config, num_classes=3)
+    torch.save({"model": random_weights(GPT(config))}, tmp_path / "c2i_B_256.pt")
+    loaded = load_gpt(tmp_path / "c2i_B_256.pt").config
+    assert loaded == replace(config, block_size=128**2) and defaults_of(loaded).image_size == 32
 
 
 @pytest.mark.parametrize("size, cfg, tokens", [("b", 2.0, 256), ("l", 2.0, 256), ("xl", 1.75, 576), ("3b", 1.65, 576)])
@@ -97,7 +138,7 @@ def test_a_size_of_another_family():
 
 
 def test_other_weights_are_compared_with_the_nearest_size(weights, tmp_path):
-    name = "cls_embedding.embedding_table.weight"
+    name = "output.weight"
     path = tmp_path / "weights.pt"
     torch.save({"model": weights | {name: torch.zeros(101, 160)}}, path)
     with pytest.raises(CheckpointError, match=name):

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from conftest import relative_error
+from safetensors.torch import load_file, save_file
 from stores import small_text_encoder
 from texts import folder_of_words
 
@@ -63,9 +64,16 @@ def test_t5_truncates_a_long_text_before_the_end_token(real):
 @pytest.mark.slow
 def test_bad_weights(real):
     config = json.loads((real / "config.json").read_text())
-    (real / "config.json").write_text(json.dumps(config | {"num_layers": 3}))
-    with pytest.raises(CheckpointError):
-        TextEncoder(real).features("fox", MOST, CPU)
+    for layers in (3, 1):  # more and fewer than the weights have
+        (real / "config.json").write_text(json.dumps(config | {"num_layers": layers}))
+        with pytest.raises(CheckpointError, match="block"):
+            TextEncoder(real).features("fox", MOST, CPU)
+    (real / "config.json").write_text(json.dumps(config))
+    weights = load_file(real / "model.safetensors")
+    weights["encoder.final_layer_norm.weight"][0] = float("nan")
+    save_file(weights, real / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="NaN"):
+        TextEncoder(real).features("nan", MOST, CPU)
     (real / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(CheckpointError):
         TextEncoder(real).features("fox", MOST, CPU)
@@ -117,7 +125,8 @@ def test_bytes_of_t5_xl(folder):
 
 
 def test_bad_directories(folder):
-    for config in ('{"model_type": "bert", "d_model": 6}', "{"):
+    t5 = '{"model_type": "t5", "d_model": 6, '
+    for config in ('{"model_type": "bert", "d_model": 6}', "{", t5 + '"num_heads": 0}', t5 + '"d_ff": "8"}'):
         (folder / "config.json").write_text(config)
         with pytest.raises(CheckpointError, match=r"config\.json"):
             TextEncoder(folder)

@@ -67,16 +67,29 @@ def test_known_directions(direction, score, real):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", ["no weights", "a layer more"])
+@pytest.mark.parametrize("damage", ["no weights", "a layer more", "a layer fewer"])
 def test_weights_of_another_model_are_refused(damage, real):
     if damage == "no weights":
         (real / "model.safetensors").write_bytes(b"nothing")
     else:
         config = json.loads((real / "config.json").read_text())
-        config["text_config"]["num_hidden_layers"] = 3
+        config["text_config"]["num_hidden_layers"] = 3 if damage == "a layer more" else 1
         (real / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="CLIP"):
+    with pytest.raises(CheckpointError, match=r"CLIP|layer"):
         Clip(real, CPU)
+
+
+@pytest.mark.slow
+def test_code_in_the_folder_is_neither_run_nor_asked_about(real, tmp_path, monkeypatch):
+    file = real / "processor_config.json"
+    content = json.loads(file.read_text())
+    content["image_processor"] |= {"image_processor_type": "Own", "auto_map": {"AutoImageProcessor": "own.Own"}}
+    file.write_text(json.dumps(content))
+    (real / "own.py").write_text(f"open({str(tmp_path / 'trap')!r}, 'w')\nclass Own: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *text: pytest.fail("asked"))
+    with pytest.raises(CheckpointError, match="not run"):
+        Clip(real, CPU)
+    assert not (tmp_path / "trap").exists()
 
 
 @pytest.mark.slow

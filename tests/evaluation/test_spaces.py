@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,8 @@ from cspd.evaluation.metrics import (
 )
 from cspd.evaluation.run import Shards
 from cspd.request import to_pil, to_uint8
-from mar.checkpoint import create_mar
+from mar.checkpoint import mar_spec
+from mar.model import MAR
 
 SIDE, WIDTH, NUM = 16, 8, 20
 QUICK = ["--checkpoint", "toy16", "--device", "cpu", "--num-iter", "1", "--num-sampling-steps", "2", "--cfg", "1"]
@@ -52,7 +54,9 @@ def toy(tmp_path_factory):
     shutil.copy(checkpoint_files("digits32")["vae"], folder)
     sizes = ClassifierConfig(size=SIDE, widths=(4, WIDTH))
     torch.manual_seed(0)
-    save_file(create_mar("mar_digits32_draft", seq_len=16).state_dict(), folder / "target.safetensors")
+    save_file(
+        MAR(replace(mar_spec("mar_digits32_draft").config, img_size=16)).state_dict(), folder / "target.safetensors"
+    )
     save_file(Classifier(sizes).state_dict(), folder / "classifier.safetensors")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "BUNDLED_ROOTS", (folder.parent,))
