@@ -27,8 +27,9 @@ from cspd.serving.app import Server, make_app
 class Site:
     """A server, and requests of clients, which a cookie identifies."""
 
-    def __init__(self, app, port):
-        self.loop, self.port = app.state.jobs, port
+    def __init__(self, app, server, listener):
+        self.loop, self.server, self.listener = app.state.jobs, server, listener
+        self.port = port = listener.getsockname()[1]
         self.address = f"http://127.0.0.1:{port}"
 
     def ask(self, path, body=None, client="ann", method=None, **headers):
@@ -56,7 +57,7 @@ def served(engines, **settings) -> Iterator[Site]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
-        yield Site(app, listener.getsockname()[1])
+        yield Site(app, server, listener)
     finally:
         server.should_exit = True
         thread.join()

@@ -23,7 +23,6 @@ import fastapi
 import numpy as np
 import prometheus_client
 import pydantic
-import uvicorn
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
@@ -53,6 +52,7 @@ from cspd.serving.bodies import (
     schema_of,
     typed,
 )
+from cspd.serving.connections import LimitedServer
 from cspd.serving.loop import EngineLoop, Jobs
 from cspd.terminal import label_of
 from mar.checkpoint import lookup
@@ -316,15 +316,15 @@ def _event(content: dict) -> str:
 # The process: it finishes its images after SIGTERM, and ends soon after any other signal.
 
 
-class Server(uvicorn.Server):
-    """A uvicorn server.
+class Server(LimitedServer):
+    """The server of `cspd serve`.
 
     On SIGTERM it takes no new connections, finishes all unfinished images and ends. On Ctrl-C and SIGHUP it ends within
     `PATIENCE` seconds, even if the engines are in the middle of a round. A second signal ends it at once.
     """
 
     def __init__(self, app: fastapi.FastAPI) -> None:
-        super().__init__(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=GRACE, ws="none"))
+        super().__init__(app, log_level="error", timeout_graceful_shutdown=GRACE, ws="none", forwarded_allow_ips=[])
         self._loop: EngineLoop = app.state.jobs
         self._has_ended = threading.Event()
 

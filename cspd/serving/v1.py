@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import fastapi
 import pydantic
+import python_multipart  # noqa: F401 - starlette imports it only once a form arrives
 from fastapi.responses import StreamingResponse
 from PIL import ImageOps
 from starlette.datastructures import Headers

@@ -243,10 +243,17 @@ def test_errors_of_the_command_come_before_any_work(monkeypatch, capsys):
             assert main(["serve", *options]) == 2
             error = capsys.readouterr().err
             assert said in error and error.count("\n") == 1
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "cspd.serving.app")
-    assert main(["serve"]) == 2
-    assert "cspd[serve]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["uvicorn", "python_multipart"])
+def test_a_missing_package_is_named_at_the_start(package, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, package, None)
+    for module in ("app", "connections", "v1"):  # as if none was imported before
+        monkeypatch.delitem(sys.modules, f"cspd.serving.{module}")
+        monkeypatch.delattr(f"cspd.serving.{module}")
+    assert main(["serve", "--checkpoint", "digits64"]) == 2
+    said = capsys.readouterr().err
+    assert package in said and "cspd[serve]" in said
 
 
 def test_the_container_starts_the_server_and_checks_its_health(engines, monkeypatch):
