@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from launching import free_port, start, wait_until
-from serving import events, finished, served
+from serving import events, served
 
 from cspd.serving import bodies, connections
 
