@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 
@@ -373,7 +374,8 @@ BAR = "{l_bar}{bar}| [{elapsed}<{remaining}]"
 
 
 def no_advance(amount: float) -> None:
-    """For work whose progress nobody watches."""
+    """For work whose progress is not shown."""
+    ask(begins=False)
 
 
 @contextlib.contextmanager
@@ -403,6 +405,7 @@ def counting(what: str, total: float) -> Iterator[Advance]:
 
     def advance(amount: float) -> None:
         nonlocal done, bar
+        ask(begins=False)
         done += amount
         spent = time.perf_counter() - start
         # the first report after `PATIENCE` gives the estimate and starts the bar
@@ -417,6 +420,29 @@ def counting(what: str, total: float) -> Iterator[Advance]:
     finally:
         if bar is not None:
             bar.close()
+
+
+# Slow measurements for new settings. A server may refuse them, and stops those that nobody waits for.
+
+_WATCH: ContextVar[Callable[[bool], object]] = ContextVar("watch", default=bool)
+
+
+@contextlib.contextmanager
+def watching(watch: Callable[[bool], object]) -> Iterator[None]:
+    """Inside the block, measurements call `watch(True)` before they begin and `watch(False)` on their way.
+
+    What it raises ends them.
+    """
+    token = _WATCH.set(watch)
+    try:
+        yield
+    finally:
+        _WATCH.reset(token)
+
+
+def ask(begins: bool) -> None:
+    """Raises an error if a slow measurement may not begin, or go on, see `watching`."""
+    _WATCH.get()(begins)
 
 
 # The version, in a file that everything may import.

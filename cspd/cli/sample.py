@@ -547,6 +547,7 @@ def run_serve(args: argparse.Namespace) -> None:
             engines,
             args.max_requests,
             args.max_per_visitor,
+            args.calibrated_only,
             hosts=[args.host, host, *args.allowed_hosts],
             origins=args.allowed_hosts,
             any_address=not is_local,

@@ -219,18 +219,25 @@ GRACE = 2  # seconds that connections have to end
 PATIENCE = 4.0  # seconds that the process has to end, after a signal or, on SIGTERM, after the last image
 
 
-def make_app(engines: Mapping[str, Engine], most: int = 32, most_each: int = 4, **access: Any) -> fastapi.FastAPI:
+def make_app(
+    engines: Mapping[str, Engine],
+    most: int = 32,
+    most_each: int = 4,
+    calibrated_only: bool = False,
+    **access: Any,
+) -> fastapi.FastAPI:
     """The application. While it is served, its `state.jobs` runs the engines; no other thread may use them.
 
     Args:
         engines: by name of their checkpoint, one each.
         most, most_each: maximum number of unfinished images, of all clients and of each client.
+        calibrated_only: as in `EngineLoop`.
         access: arguments of `Access`.
 
     Raises:
         ValueError: a text-to-image model has no text encoder.
     """
-    loop = EngineLoop(engines, most, most_each)
+    loop = EngineLoop(engines, most, most_each, calibrated_only)
     loop.about = about(engines)
     return app_of(loop, **access)
 
@@ -290,7 +297,7 @@ def app_of(jobs: Jobs, **access: Any) -> fastapi.FastAPI:
             names = {model["name"]: model for model in jobs.about["models"]}
             lookup(names, asked.model, "model")
             requests = await asyncio.to_thread(requests_of, asked)
-            begun = await begin(jobs, client_of(request), asked.model, requests)
+            begun = await begin(jobs, client_of(request), asked.model, requests, has_left=request.is_disconnected)
         events = _events(jobs, begun)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import functools
 import io
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import fastapi
@@ -144,14 +144,38 @@ def refusing() -> Iterator[None]:
         raise Refusal(503, "the server is shutting down") from None
 
 
-async def begin(jobs: Jobs, client: str, model: str, requests: Sequence[Request], wants_previews: bool = True) -> Begun:
-    """Begins to generate images: all of them, or none if one is bad. Raises as `Jobs.add`, and ValueError."""
+async def _stays() -> bool:
+    """For clients whose leaving cancels the task that waits for them."""
+    return False
+
+
+async def begin(
+    jobs: Jobs,
+    client: str,
+    model: str,
+    requests: Sequence[Request],
+    wants_previews: bool = True,
+    has_left: Callable[[], Awaitable[bool]] = _stays,
+) -> Begun:
+    """Begins to generate images: all of them, or none if one is bad.
+
+    Raises as `Jobs.add`, ValueError, and Refusal if the client leaves before they are accepted.
+    """
     inbox: asyncio.Queue[dict] = asyncio.Queue()
     tell = functools.partial(_tell, asyncio.get_running_loop(), inbox)
     tells = [functools.partial(tell, run) for run in range(len(requests))]
     # all requests are accepted before the answer begins, so that a bad one gets an HTTP error
     begun, future = jobs.add(client, model, requests, tells, wants_previews)
-    return Begun(begun, inbox, await asyncio.wrap_future(future))
+    advice = asyncio.wrap_future(future)
+    try:
+        while not (await asyncio.wait([advice], timeout=HEARTBEAT))[0]:
+            if await has_left():
+                raise Refusal(400, "the connection was closed")
+        return Begun(begun, inbox, advice.result())
+    except BaseException:
+        advice.cancel()
+        jobs.leave(begun)
+        raise
 
 
 async def events_of(jobs: Jobs, begun: Begun) -> AsyncGenerator[dict | None, None]:

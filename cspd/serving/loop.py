@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import threading
@@ -18,6 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from cspd.engine import Engine
 from cspd.files import link_of
 from cspd.request import Output, Request, png_of
+from cspd.terminal import watching
 
 NUMBERS = {  # statistics to show: their titles and formats
     "iterations": ("iterations", ".0f"),
@@ -99,12 +101,16 @@ class Closing(Exception):
     """The server is shutting down and takes no new requests."""
 
 
+class Left(Exception):
+    """The client left before its request was accepted."""
+
+
 @dataclass(eq=False)
 class Job:
     """A client's request to a model, with all settings decided once it is accepted.
 
     `tell` is called with its events, see `shown`, in any thread. The last event has "finished" or "error"; without
-    `wants_previews` there is no other.
+    `wants_previews` there is no other. `has_left`: the client does not wait for it any more.
     """
 
     model: str
@@ -113,6 +119,7 @@ class Job:
     tell: Callable[[dict], None]
     wants_previews: bool = True
     ticket: int = -1
+    has_left: bool = False
     began: float = field(default_factory=time.monotonic)
 
 
@@ -282,11 +289,13 @@ class EngineLoop(Jobs):
     Args:
         engines: by model name. No other thread may use them.
         most, most_each: as in `Jobs`.
+        calibrated_only: refuse requests whose settings need a new calibration.
     """
 
-    def __init__(self, engines: Mapping[str, Engine], most: int, most_each: int) -> None:
+    def __init__(self, engines: Mapping[str, Engine], most: int, most_each: int, calibrated_only: bool = False) -> None:
         super().__init__(most, most_each)
         self.engines = engines
+        self.calibrated_only = calibrated_only
         self._started: dict[str, dict[int, Job]] = {name: {} for name in engines}  # jobs by ticket, of each model
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_open = True
@@ -326,6 +335,8 @@ class EngineLoop(Jobs):
 
     def leave(self, jobs: Collection[Job]) -> None:
         """Cancels those of the jobs that are unfinished."""
+        for job in jobs:
+            job.has_left = True  # at once: the thread may be busy with a calibration for them
         self._calls.put(lambda: self._cancel(jobs))
 
     def num_running(self) -> int:
@@ -352,7 +363,8 @@ class EngineLoop(Jobs):
             return
         # all are prepared before the first one is queued; preparing may take long, since it may fit a calibration
         try:
-            prepared = [self.engines[job.model].prepare(job.request) for job in jobs]
+            with watching(functools.partial(self._watch, jobs)):
+                prepared = [self.engines[job.model].prepare(job.request) for job in jobs]
             for job, each in zip(jobs, prepared):
                 job.request = each.request
                 job.ticket = self.engines[job.model].add_request(each)
@@ -362,6 +374,16 @@ class EngineLoop(Jobs):
             advice.set_exception(error)
             return
         advice.set_result([each.method.advice(each.request) for each in prepared])
+
+    def _watch(self, jobs: Sequence[Job], begins: bool) -> None:
+        """Raises an error if a calibration for jobs may not begin, or is not wanted any more."""
+        if begins and self.calibrated_only:
+            raise ValueError(
+                "these settings are not calibrated, and this server makes no calibrations: take method=ar, or run"
+                " `cspd calibrate` or `cspd sample` with them on its machine"
+            )
+        if all(job.has_left for job in jobs):
+            raise Left
 
     def _cancel(self, jobs: Collection[Job]) -> None:
         for job in self.jobs.intersection(jobs):

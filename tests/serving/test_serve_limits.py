@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from launching import free_port, start, wait_until
-from serving import events, served
+from serving import events, finished, served
 
 from cspd.serving import bodies, connections
 
@@ -55,10 +55,10 @@ def test_long_texts_are_refused(wanted, field, site, quick):
     assert answer.status == 400 and message.startswith(field) and len(message) < 200
 
 
-def begun(site, *lines):
+def begun(site, *lines, path="/api/images"):
     """A connection that sent the first lines of a request."""
     connection = socket.create_connection(("127.0.0.1", site.port), timeout=LIMIT)
-    first = ("POST /api/images HTTP/1.1", f"Host: localhost:{site.port}", "Content-Type: application/json")
+    first = (f"POST {path} HTTP/1.1", f"Host: localhost:{site.port}", "Content-Type: application/json")
     connection.sendall("\r\n".join([*first, *lines, "", ""]).encode())
     return connection
 
@@ -180,6 +180,48 @@ def test_connections_leave_files_for_others():
             assert connections.most_connections() == most
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+FIT = {"num_sampling_steps": 1000, "cfg": 2.25}  # `calibrated` is fitted to these settings for minutes
+UNFITTED = {
+    "/api/images": {"model": "mar", "label": 3, "methods": ["calibrated"], "settings": FIT},
+    "/v1/images/generations": {"model": "mar", "prompt": "3", "method": "calibrated", **FIT},
+}
+
+
+@pytest.mark.parametrize("path", UNFITTED)
+def test_a_calibration_that_nobody_waits_for_ends(path, site, monkeypatch):
+    monkeypatch.setattr(bodies, "HEARTBEAT", 0.05)
+    body = json.dumps(UNFITTED[path])
+    with begun(site, f"Content-Length: {len(body)}", path=path) as connection:
+        connection.sendall(body.encode())
+        wait_until(lambda: site.loop.jobs, LIMIT)
+        time.sleep(0.2)
+        assert site.loop.jobs
+    wait_until(lambda: not site.loop.jobs, LIMIT)
+    assert "finished" in finished(site.make("bea", settings=QUICK))[0]
+
+
+@pytest.fixture(scope="module")
+def calibrated_site(engines):
+    with served(engines, calibrated_only=True) as site:
+        yield site
+
+
+OTHER = {"num_iter": 1, "num_sampling_steps": 5, "cfg": 1.25}
+NEW = [
+    {"methods": ["calibrated:head_calls=3"], "settings": OTHER},
+    {"methods": ["speculative:window=2"], "settings": OTHER},
+    {"methods": ["budget:budget=0.1"], "settings": OTHER},
+    {"methods": ["gsd:budget=0.1"], "settings": {"cfg": 1.25}, "model": "vq"},
+]
+
+
+@pytest.mark.parametrize("wanted", NEW, ids=lambda wanted: wanted["methods"][0])
+def test_new_calibrations_are_refused(wanted, calibrated_site):
+    answer = calibrated_site.make(**wanted)
+    assert answer.status == 400 and "cspd calibrate" in json.load(answer)["detail"]
+    assert "finished" in finished(calibrated_site.make(**wanted | {"methods": ["ar"]}))[0]
 
 
 @pytest.mark.slow  # starts a process
