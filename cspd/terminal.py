@@ -373,6 +373,12 @@ Advance = Callable[[float], None]  # reports how much more is done
 BAR = "{l_bar}{bar}| [{elapsed}<{remaining}]"
 
 
+def say(message: str) -> None:
+    """Prints a message on the error stream. If nobody can read it any more, the work goes on."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"cspd: {message}", file=sys.stderr, flush=True)
+
+
 def no_advance(amount: float) -> None:
     """For work whose progress is not shown."""
     ask(begins=False)
@@ -381,7 +387,7 @@ def no_advance(amount: float) -> None:
 @contextlib.contextmanager
 def telling(what: str) -> Iterator[None]:
     """Prints what is being done, if it takes longer than `PATIENCE`."""
-    timer = threading.Timer(PATIENCE, lambda: print(f"cspd: {what} ...", file=sys.stderr, flush=True))
+    timer = threading.Timer(PATIENCE, lambda: say(f"{what} ..."))
     timer.daemon = True
     timer.start()
     try:
@@ -412,7 +418,7 @@ def counting(what: str, total: float) -> Iterator[Advance]:
         if bar is not None:
             bar.update(amount)
         elif spent > PATIENCE:
-            print(f"cspd: {what}: about {spent * total / done:.0f} s", file=sys.stderr, flush=True)
+            say(f"{what}: about {spent * total / done:.0f} s")
             bar = tqdm(total=total, initial=done, leave=False, bar_format=BAR, disable=None)
 
     try:

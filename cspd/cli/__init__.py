@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     0: success. 1: a check failed. 2: an error of the user or the machine, printed in one line. 128 + n: stopped by
     signal n, after printing the progress and how to resume.
     """
+    _open_streams()
     # characters that the terminal cannot show must not end a run
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -55,6 +56,13 @@ def main(argv: list[str] | None = None) -> int:
         # `cspd methods | head -1`: the output goes nowhere, so that Python reports no error when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+
+
+def _open_streams() -> None:
+    """Opens the standard streams that the launcher has closed (`>&-`): files would take their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
 
 
 def _run(argv: list[str] | None) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import sys
 import threading
 import time
 from collections import deque
@@ -19,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from cspd.engine import Engine
 from cspd.files import link_of
 from cspd.request import Output, Request, png_of
-from cspd.terminal import watching
+from cspd.terminal import say, watching
 
 NUMBERS = {  # statistics to show: their titles and formats
     "iterations": ("iterations", ".0f"),
@@ -436,7 +435,7 @@ class EngineLoop(Jobs):
 
     def _fail(self, model: str, error: Exception) -> None:
         """Drops the jobs of a model that failed. The other models go on."""
-        print(f"cspd: {model} failed: {error!r}", file=sys.stderr)
+        say(f"{model} failed: {error!r}")
         self._drop(model, f"the model failed: {error}: try again; if memory is short, serve with a smaller --max-batch")
 
     def _drop(self, model: str, why: str) -> None:

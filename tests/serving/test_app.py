@@ -195,7 +195,7 @@ def test_a_failed_round_is_reported(part, site, engines, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(engines["mar"].runners["MAR"], part, lambda given: 1 / 0)
         (event,) = finished(site.make(settings=QUICK))
-    assert "division by zero" in event["error"] and capsys.readouterr().err
+    assert "division by zero" in event["error"] and "ZeroDivisionError" in capsys.readouterr().err
     assert not len(engines["mar"].scheduler)
     *_, last = other
     assert last["finished"]
@@ -231,6 +231,19 @@ def test_the_command(capsys):
     assert run_command(visit, "--checkpoint", small_checkpoint()) == 130
     said = capsys.readouterr()
     assert addresses[0] in said.out and said.err.count("\n") == 1
+
+
+def test_the_command_runs_without_its_streams(monkeypatch):
+    """As after `>&-`."""
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    statuses = []
+
+    def visit(address):
+        statuses.append(status_of(f"{address}/api/status"))
+
+    assert run_command(visit, "--checkpoint", small_checkpoint()) == 130
+    assert statuses == [200]
 
 
 def test_errors_of_the_command_come_before_any_work(monkeypatch, capsys):
