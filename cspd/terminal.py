@@ -80,6 +80,11 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:200] if lines else type(error).__name__
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of Python, numpy, or torch on a CPU says that memory is exhausted; torch has no type for it."""
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
 # Parsers of what is typed, on the command line and in study files. As argparse wants it, they raise ArgumentTypeError.
 
 MOST = 10_000_000  # of countable things, such as images

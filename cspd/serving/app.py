@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -42,9 +41,11 @@ from cspd.serving.bodies import (
     Begun,
     Text,
     Value,
+    address_of,
     begin,
     client_of,
     events_of,
+    new_visitor,
     parse_json,
     picture_of,
     read,
@@ -282,8 +283,9 @@ def app_of(jobs: Jobs, **access: Any) -> fastapi.FastAPI:
 
     @app.get("/api/models")
     async def models(request: fastapi.Request, response: fastapi.Response) -> dict:
-        if COOKIE not in request.cookies:
-            response.set_cookie(COOKIE, secrets.token_hex(16), httponly=True, samesite="strict")
+        address = address_of(request)
+        if client_of(request) == address:  # without a valid cookie
+            response.set_cookie(COOKIE, new_visitor(address), httponly=True, samesite="strict")
         return jobs.about | {"most_bytes": MOST_BYTES, "most_each": jobs.most_each}
 
     @app.get("/api/status")

@@ -6,7 +6,9 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import hmac
 import io
+import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -17,8 +19,8 @@ from starlette.requests import ClientDisconnect
 
 from cspd.request import FORMATS, Request
 from cspd.serving.access import Refusal
-from cspd.serving.loop import Closing, Full, Job, Jobs
-from cspd.terminal import value_of
+from cspd.serving.loop import Closing, Full, Job, Jobs, public
+from cspd.terminal import is_out_of_memory, value_of
 
 # Bodies.
 
@@ -139,7 +141,11 @@ def refusing() -> Iterator[None]:
     except Closing as closing:
         raise Refusal(503, str(closing)) from None
     except (ValueError, TypeError, argparse.ArgumentTypeError) as bad:
-        raise Refusal(400, str(bad)) from None
+        raise Refusal(400, public(str(bad))) from None
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise Refusal(503, "the server's memory is exhausted: try again in a moment") from None
     except asyncio.CancelledError:  # uvicorn is shutting down
         raise Refusal(503, "the server is shutting down") from None
 
@@ -217,7 +223,31 @@ def _put(inbox: asyncio.Queue, event: dict) -> None:
         inbox.put_nowait(event)
 
 
+_SECRET = secrets.token_bytes(32)
+
+
+def new_visitor(address: str) -> str:
+    """A cookie for a browser at an address. It is signed: an invented one would be another client each time."""
+    name = secrets.token_hex(16)
+    return f"{name}.{_signature(name, address)}"
+
+
+def is_visitor(cookie: str, address: str) -> bool:
+    """Whether this server gave a cookie to this address."""
+    name, _, signature = cookie.partition(".")
+    return secrets.compare_digest(signature.encode(), _signature(name, address).encode())
+
+
+def _signature(name: str, address: str) -> str:
+    return hmac.new(_SECRET, f"{name} {address}".encode(), "sha256").hexdigest()
+
+
+def address_of(request: fastapi.Request) -> str:
+    """The address that a request came from."""
+    return request.client.host if request.client else ""
+
+
 def client_of(request: fastapi.Request) -> str:
     """The client of a request: a browser by its cookie, a program by its address."""
-    address = request.client.host if request.client else ""
-    return request.cookies.get(COOKIE, address)
+    cookie, address = request.cookies.get(COOKIE, ""), address_of(request)
+    return cookie if is_visitor(cookie, address) else address

@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from queue import SimpleQueue
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from cspd.engine import Engine
 from cspd.files import link_of
-from cspd.request import Output, Request, png_of
+from cspd.request import Output, Request, png_of, png_text
 from cspd.terminal import say, watching
 
 NUMBERS = {  # statistics to show: their titles and formats
@@ -37,6 +39,29 @@ NUMBERS = {  # statistics to show: their titles and formats
 }
 
 
+# Clients do not see where files of this machine are, nor addresses in its memory.
+
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+FOLDERS = re.compile(r"(?<![\w./])(?:[A-Za-z]:\\(?:[^\s\\'\"]+\\)*|/(?:[^\s/'\"]+/)+)")  # of absolute paths
+
+
+def public(message: str) -> str:
+    """A message without addresses, and with only the last part of absolute paths."""
+    return FOLDERS.sub("", ADDRESS.sub("", message))
+
+
+def public_names(checkpoints: Sequence[str]) -> dict[str, str]:
+    """The checkpoints by the names that clients see: of an absolute path, as few of its last parts as are unique."""
+    for depth in range(1, 1 + max(len(Path(each).parts) for each in checkpoints)):
+        names = {}
+        for each in checkpoints:
+            path = Path(each)
+            names["/".join(path.parts[-depth:]) if path.is_absolute() else each] = each
+        if len(names) == len(checkpoints):
+            break
+    return names
+
+
 def shown(output: Output, share: float) -> dict:
     """The state of an image for the page, finished or not.
 
@@ -51,9 +76,11 @@ def shown(output: Output, share: float) -> dict:
     """
     seconds = sum(output.stats.seconds.values())
     verified, accepted = map(sum, output.stats.by_lag)
+    models = {name: public(each) if isinstance(each, str) else each for name, each in output.models.items()}
+    text = png_text(output.request.to_dict(), models)
     return {
         "share": share,
-        "image": None if output.image is None else link_of(png_of(output.pil(), output.png_text())),
+        "image": None if output.image is None else link_of(png_of(output.pil(), text)),
         "token_cost": [round(cost, 2) if math.isfinite(cost) else None for cost in output.token_cost.tolist()],
         "guarantee": output.stats.guarantee,
         "seconds": seconds,
@@ -221,6 +248,8 @@ class Jobs:
         self.jobs.discard(job)
         if event is None:
             return
+        if "error" in event:
+            event["error"] = public(event["error"])
         if "finished" in event:
             self.made += 1
             self._finish_times.append(time.monotonic())
