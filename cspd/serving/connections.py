@@ -8,7 +8,9 @@ import socket
 import time
 from typing import Any, NamedTuple
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cspd.serving import bodies
 
@@ -31,18 +33,28 @@ class Look(NamedTuple):
     since: float
 
 
+class Protocol(H11Protocol):
+    """A connection. Its requests are read one after the other; httptools would read all that a client has sent."""
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is not HTTP; if it is in the body of a request with an answer, closes the connection instead."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.abort()
+
+
 class LimitedServer(uvicorn.Server):
     """A uvicorn server with limits that hold before any request is read, and so before the API key.
 
     It accepts as many connections as `most_connections`; further clients wait in the queue of the system. It closes a
     connection whose client sends no whole request, or reads nothing of its answer, for `MOST_SECONDS` of
     `cspd.serving.bodies`, or for `FULL_SECONDS` if there is no room for others. The headers of a request may have
-    `MOST_HEADER` bytes. The requests of a connection are read one after the other: httptools, uvicorn's default, would
-    read all that a client has sent.
+    `MOST_HEADER` bytes.
     """
 
     def __init__(self, app: Any, **settings: Any) -> None:
-        super().__init__(uvicorn.Config(app, http="h11", h11_max_incomplete_event_size=MOST_HEADER, **settings))
+        super().__init__(uvicorn.Config(app, http=Protocol, h11_max_incomplete_event_size=MOST_HEADER, **settings))
         self._most = most_connections()
         self._accepting: list[asyncio.Task] = []
         self._silent: dict[Any, Look] = {}  # by connection

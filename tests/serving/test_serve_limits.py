@@ -172,6 +172,14 @@ def test_large_headers_are_refused(site, quick):
             connection.sendall(b"a" * 2**20)
 
 
+def test_a_broken_body_after_the_answer(site, caplog, quick):
+    with begun(site, "Transfer-Encoding: chunked", path="/health") as connection:
+        assert status_of(connection) == 405
+        connection.sendall(b"no number\r\n")
+        assert is_closed(connection)
+    assert not caplog.records
+
+
 def test_connections_leave_files_for_others():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
