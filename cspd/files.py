@@ -570,8 +570,9 @@ class ArrayCache:
 def _remove_unused(folder: Path) -> None:
     """Removes the files of arrays in a folder that were not used for longest, beyond `MOST_CACHED`."""
     files = folder.glob(f"*-{'[0-9a-f]' * DIGITS}.safetensors")
-    for path in sorted(files, key=lambda path: path.stat().st_mtime_ns)[:-MOST_CACHED]:
-        path.unlink()
+    with contextlib.suppress(OSError):  # another process removes them too
+        for path in sorted(files, key=lambda path: path.stat().st_mtime_ns)[:-MOST_CACHED]:
+            path.unlink()
 
 
 def _read(folder: Path, kind: type[Kind], settings: Mapping) -> Kind | None:
