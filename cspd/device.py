@@ -90,16 +90,13 @@ def synchronize(device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be allocated on a device."""
+    """Memory that can still be allocated on a device; all of it if the system does not tell."""
     if device.type == "cuda":
         # what torch's allocator holds and no tensor uses
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free, _ = torch.cuda.mem_get_info(device)
         return free + unused
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        return 1024 * _kibibytes(meminfo, "MemAvailable")
-    return all_bytes(device)
+    return _proc_bytes("/proc/meminfo", "MemAvailable") or all_bytes(device)
 
 
 def all_bytes(device: torch.device) -> int:
@@ -114,10 +111,16 @@ def all_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _kibibytes(path: Path, name: str) -> int:
-    """A value of a file in /proc, whose lines are such as "VmHWM:  1024 kB"."""
-    line = next(line for line in path.read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1])
+def _proc_bytes(path: str, name: str) -> int | None:
+    """A value of a file in /proc, whose lines are such as "VmHWM:  1024 kB".
+
+    None if it cannot be read: not on Linux, not in every container, or the process has too many files open.
+    """
+    with contextlib.suppress(OSError):
+        for line in Path(path).read_text().splitlines():
+            if line.startswith(name):
+                return 1024 * int(line.split()[1])
+    return None
 
 
 def gibibytes(number: float) -> str:
@@ -157,9 +160,8 @@ def describe(device: torch.device) -> dict:
 
 def _cpu_name() -> str:
     """The processor's name."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():  # Linux, where Python does not know the name
-        for line in cpuinfo.read_text().splitlines():
+    with contextlib.suppress(OSError):  # Linux, where Python does not know the name
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
@@ -188,9 +190,9 @@ def peak_bytes(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if status.exists():
-        return 1024 * _kibibytes(status, "VmHWM")
+    peak = _proc_bytes("/proc/self/status", "VmHWM")
+    if peak is not None:
+        return peak
     if sys.platform == "win32":
         return 0
     import resource

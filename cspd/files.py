@@ -31,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor, nn
 
-from cspd.terminal import telling
+from cspd.terminal import ask, telling
 from mar.tensors import CheckpointError, check_finite, check_weights
 
 # A folder or a file on this machine, or in an object store.
@@ -441,6 +441,7 @@ BUNDLED_ROOTS = (_PACKAGE / "checkpoints", _PACKAGE.parent / "checkpoints")
 CALIBRATION = "calibration"  # the folder of calibrations in the folder of a checkpoint
 COSTS = "costs.json"  # in the user's cache folder, or in the folder of a checkpoint
 REMEMBERED = 64  # entries in memory
+MOST_CACHED = 1000  # files of arrays in a folder, and entries of its `COSTS`: the oldest ones are removed
 
 
 class Measured(Protocol):
@@ -545,7 +546,7 @@ def keep(key: Mapping, found: Measured, folder: Path) -> None:
     entry[DIGEST] = digest_of({}, entry)
     with contextlib.suppress(OSError):  # the folder may be read-only: the next run measures again
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, [*others, entry])
+        write_json(path, [*others[1 - MOST_CACHED :], entry])
 
 
 def _entries(path: Path) -> list[dict]:
@@ -577,6 +578,7 @@ def _hash_of(tensor: Tensor) -> str:
 # A cache of fitted arrays, in memory and in one file each. They are found by the settings that they depend on.
 
 ABOUT = "cspd"  # the key in a file's metadata
+DIGITS = 20  # of the digest in a file's name
 
 
 class ArrayCache:
@@ -596,6 +598,7 @@ class ArrayCache:
         """The arrays with these settings: from memory, from a file, or made and written."""
         found = self.find(kind, settings)
         if found is None:
+            ask(begins=True)
             found = make()
             self._write(found, settings)
             remember(self._remembered, _file_name(kind, settings), found)
@@ -610,6 +613,9 @@ class ArrayCache:
             found = _read(folder, kind, settings)
             if found is not None:
                 remember(self._remembered, name, found)
+                if folder in self.writable:
+                    with contextlib.suppress(OSError):
+                        os.utime(folder / name)  # it is in use, so that others are removed before it
                 return found
         return None
 
@@ -631,10 +637,19 @@ class ArrayCache:
                 with publishing(folder / _file_name(type(made), settings)) as temporary:
                     save_file(arrays, temporary, metadata={ABOUT: about})
                     temporary.chmod(0o644)  # safetensors makes files that only their owner can read
+                _remove_unused(folder)
                 return
         tried = ", ".join(map(str, self.writable)) or "none given"
         what = type(made).__name__.lower()
         warnings.warn(f"the {what} cannot be kept for the next run: no folder is writable ({tried})", stacklevel=3)
+
+
+def _remove_unused(folder: Path) -> None:
+    """Removes the files of arrays in a folder that were not used for longest, beyond `MOST_CACHED`."""
+    files = folder.glob(f"*-{'[0-9a-f]' * DIGITS}.safetensors")
+    with contextlib.suppress(OSError):  # another process removes them too
+        for path in sorted(files, key=lambda path: path.stat().st_mtime_ns)[:-MOST_CACHED]:
+            path.unlink()
 
 
 def _read(folder: Path, kind: type[Kind], settings: Mapping) -> Kind | None:
@@ -658,7 +673,7 @@ def _about(arrays: Mapping[str, np.ndarray], settings: Mapping) -> dict:
 
 def _file_name(kind: type, settings: Mapping) -> str:
     digest = digest_of({}, settings)
-    return f"{kind.__name__.lower()}-{digest[:20]}.safetensors"
+    return f"{kind.__name__.lower()}-{digest[:DIGITS]}.safetensors"
 
 
 # Folders of `transformers` models: the files that they must have, and what was loaded from them.

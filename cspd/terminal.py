@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -85,6 +86,11 @@ def first_line(error: BaseException) -> str:
 def install(extra: str) -> str:
     """The command that installs the libraries of an extra. The package is not published: a clone has them."""
     return f"pip install '.[{extra}]' in a clone of the repository"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of Python, numpy, or torch on a CPU says that memory is exhausted; torch has no type for it."""
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 # Parsers of what is typed, on the command line and in study files. As argparse wants it, they raise ArgumentTypeError.
@@ -441,14 +447,21 @@ def progress_bar(*args: Any, **settings: Any) -> tqdm:
     return tqdm(*args, **settings)
 
 
+def say(message: str) -> None:
+    """Prints a message on the error stream. If nobody can read it any more, the work goes on."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"cspd: {message}", file=sys.stderr, flush=True)
+
+
 def no_advance(amount: float) -> None:
-    """For work whose progress nobody watches."""
+    """For work whose progress is not shown."""
+    ask(begins=False)
 
 
 @contextlib.contextmanager
 def telling(what: str) -> Iterator[None]:
     """Prints what is being done, if it takes longer than `PATIENCE`."""
-    timer = threading.Timer(PATIENCE, lambda: print(f"cspd: {what} ...", file=sys.stderr, flush=True))
+    timer = threading.Timer(PATIENCE, lambda: say(f"{what} ..."))
     timer.daemon = True
     timer.start()
     try:
@@ -472,13 +485,14 @@ def counting(what: str, total: float) -> Iterator[Advance]:
 
     def advance(amount: float) -> None:
         nonlocal done, bar
+        ask(begins=False)
         done += amount
         spent = time.perf_counter() - start
         # the first report after `PATIENCE` gives the estimate and starts the bar
         if bar is not None:
             bar.update(amount)
         elif spent > PATIENCE:
-            print(f"cspd: {what}: about {spent * total / done:.0f} s", file=sys.stderr, flush=True)
+            say(f"{what}: about {spent * total / done:.0f} s")
             bar = tqdm(total=total, initial=done, leave=False, bar_format=BAR, disable=None)
 
     try:
@@ -486,6 +500,29 @@ def counting(what: str, total: float) -> Iterator[Advance]:
     finally:
         if bar is not None:
             bar.close()
+
+
+# Slow measurements for new settings. A server may refuse them, and stops those that nobody waits for.
+
+_WATCH: ContextVar[Callable[[bool], object]] = ContextVar("watch", default=bool)
+
+
+@contextlib.contextmanager
+def watching(watch: Callable[[bool], object]) -> Iterator[None]:
+    """Inside the block, measurements call `watch(True)` before they begin and `watch(False)` on their way.
+
+    What it raises ends them.
+    """
+    token = _WATCH.set(watch)
+    try:
+        yield
+    finally:
+        _WATCH.reset(token)
+
+
+def ask(begins: bool) -> None:
+    """Raises an error if a slow measurement may not begin, or go on, see `watching`."""
+    _WATCH.get()(begins)
 
 
 # The version, in a file that everything may import.

@@ -888,6 +888,27 @@ BUGS = [
         "drift = v + score",
         "test_spheres.py",
     ),
+    Bug(
+        "an invented cookie is a client of its own",
+        "cspd/serving/bodies.py",
+        "return cookie if is_visitor(cookie, address) else address",
+        "return cookie or address",
+        "serving/test_app.py::test_an_invented_cookie_is_nobody",
+    ),
+    Bug(
+        "silent connections stay open",
+        "cspd/serving/connections.py",
+        "if now - silent[connection].since > patience:",
+        "if False:",
+        "serving/test_serve_limits.py::test_silent_connections_are_closed",
+    ),
+    Bug(
+        "a new calibration is made although it is refused",
+        "cspd/files.py",
+        "            ask(begins=True)\n",
+        "",
+        "serving/test_serve_limits.py::test_new_calibrations_are_refused",
+    ),
 ]
 
 

@@ -22,19 +22,23 @@ from cspd.cli import main
 from cspd.files import link_of as link_of_png
 from cspd.request import png_of
 from cspd.serving.app import Server, make_app
+from cspd.serving.bodies import COOKIE, new_visitor
 
 
 class Site:
     """A server, and requests of clients, which a cookie identifies."""
 
-    def __init__(self, app, port):
-        self.loop, self.port = app.state.jobs, port
+    def __init__(self, app, server, listener):
+        self.loop, self.server, self.listener = app.state.jobs, server, listener
+        self.port = port = listener.getsockname()[1]
+        self.cookies: dict[str, str] = {}  # by client
         self.address = f"http://127.0.0.1:{port}"
 
     def ask(self, path, body=None, client="ann", method=None, **headers):
         """The answer, whose events come as they are read. Headers of None are left out."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        usual = {"Cookie": f"visitor={client}", "Connection": "close", "Content-Type": "application/json"}
+        cookie = self.cookies.setdefault(client, new_visitor("127.0.0.1"))
+        usual = {"Cookie": f"{COOKIE}={cookie}", "Connection": "close", "Content-Type": "application/json"}
         sent = {name: value for name, value in (usual | headers).items() if value is not None}
         connection.request(method or ("GET" if body is None else "POST"), path, body, sent)
         return connection.getresponse()
@@ -57,7 +61,7 @@ def served(engines, proxies=(), prefix="", **settings) -> Iterator[Site]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
-        yield Site(app, listener.getsockname()[1])
+        yield Site(app, server, listener)
     finally:
         server.should_exit = True
         thread.join()

@@ -11,6 +11,7 @@ import math
 import os
 import pickle
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from toys import toy_models
 
 from cspd import Engine, MARModels, Request, VQModels, noise
 from cspd.cli import main
-from cspd.device import Precision, free_bytes, peak_bytes, pick_device, precision_of
+from cspd.device import Precision, all_bytes, describe, free_bytes, peak_bytes, pick_device, precision_of
 from cspd.masked.orders import cosine
 from cspd.masked.runner import MARRunner, bytes_per_slot, check_memory, usual_tokens
 from cspd.method import choose, find, method_names
@@ -268,10 +269,22 @@ def test_memory_of_windows(monkeypatch):
     with monkeypatch.context() as windows:
         windows.setattr(ctypes, "windll", types.SimpleNamespace(kernel32=kernel32), raising=False)
         windows.setattr(sys, "platform", "win32")
-        windows.setattr(Path, "exists", lambda path: False)
+        windows.setattr(Path, "read_text", lambda path: open(os.path.join(path, "missing")))
         windows.delattr("os.sysconf")
         found = free_bytes(torch.device("cpu")), peak_bytes(torch.device("cpu"))
     assert found == (2**34, 0)
+
+
+def test_memory_if_no_file_can_be_opened():
+    """As in a server with many clients."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    device = torch.device("cpu")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        found = free_bytes(device), peak_bytes(device), len(describe(device))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found == (all_bytes(device), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 3)
 
 
 @pytest.mark.parametrize("device, index", [("auto", 0), ("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)])

@@ -11,7 +11,7 @@ import shlex
 import sys
 
 from cspd.cli.flags import COMMANDS, help_wanted, parser_of
-from cspd.terminal import Stopped, follow_launcher, open_streams, stoppable, telling
+from cspd.terminal import Stopped, first_line, follow_launcher, is_out_of_memory, open_streams, stoppable, telling
 
 MODULES = {  # the module with a command's function `run_COMMAND`; only this one is imported
     "sample": "cspd.cli.sample",
@@ -72,6 +72,11 @@ def _run(argv: list[str] | None) -> int:
         raise
     except _expected_errors() as error:
         print(f"cspd: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        print(f"cspd: memory is exhausted ({first_line(error)}): use a smaller --max-batch or model", file=sys.stderr)
         return 2
     except Stopped as stop:
         if stop.done:

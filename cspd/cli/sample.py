@@ -549,6 +549,7 @@ def run_serve(args: argparse.Namespace) -> None:
     try:
         from cspd.serving.access import logging_requests
         from cspd.serving.app import Server, make_app
+        from cspd.serving.loop import public_names
     except ModuleNotFoundError as missing:
         raise ValueError(f"cspd serve needs {missing.name}: {install('serve')}") from None
     names = list(dict.fromkeys(args.checkpoint or bundled_here()))
@@ -559,8 +560,8 @@ def run_serve(args: argparse.Namespace) -> None:
 
     with listening(args.host, args.port) as listener:
         engines = {}
-        for name in names:
-            own = argparse.Namespace(**vars(args) | {"checkpoint": name})
+        for name, checkpoint in public_names(names).items():
+            own = argparse.Namespace(**vars(args) | {"checkpoint": checkpoint})
             engines[name] = load_engine(own, args.max_batch)
         # the page itself shows how an image is cropped and resized
         warnings.simplefilter("ignore", Resized)
@@ -570,6 +571,7 @@ def run_serve(args: argparse.Namespace) -> None:
             engines,
             args.max_requests,
             args.max_per_visitor,
+            args.calibrated_only,
             hosts=[args.host, host, *args.allowed_hosts],
             origins=args.allowed_hosts,
             any_address=not is_local,
@@ -583,7 +585,7 @@ def run_serve(args: argparse.Namespace) -> None:
             )
         address = f"[{host}]" if ":" in host else host
         asks = "" if args.api_key is None else "; the page asks for the API key"
-        print(f"http://{address}:{port} serves {', '.join(names)}{asks}; stop it with Ctrl-C", flush=True)
+        print(f"http://{address}:{port} serves {', '.join(engines)}{asks}; stop it with Ctrl-C", flush=True)
         with logging_requests():
             Server(app, args.trust_proxy).run(sockets=[listener])
 

@@ -75,9 +75,12 @@ def check_window(request: Request, runner: ContinuousRunner) -> None:
 
 def resolve_window(request: Request, runner: ContinuousRunner) -> Request:
     """The request with the fastest window for it on this device, if it does not have a window."""
-    if request.window is not None:
-        return request
-    return request.but(**runner.tuning.choice(request, runner.num_slots).config)
+    if request.window is None:
+        request = request.but(**runner.tuning.choice(request, runner.num_slots).config)
+    if request.window and request.draft != "frozen":  # so that no round has to wait for the fit
+        for model in ("target", "draft") if request.chains else ("target",):  # CSpD's, of both models
+            runner.tuning.calibrations[model].get(request)
+    return request
 
 
 # `calibrated`: its plan, and its audit.

@@ -41,7 +41,7 @@ from cspd.method import (
 from cspd.models import NO_NAMES, ClassNames
 from cspd.option import BUDGET, Option
 from cspd.request import Request, Sequence, Stopwatch
-from cspd.terminal import Advance, counting, no_advance
+from cspd.terminal import Advance, ask, counting, no_advance
 
 # Tokens per round are counted on a coarse grid of sampling settings, so that moving a slider seldom needs a new count.
 
@@ -479,6 +479,8 @@ class Tuning(DraftChooser):
             else:
                 tokens[name_of(config)] = found.values["codes"]
 
+        if missing:
+            ask(begins=True)
         settings = ", ".join(f"{name}={getattr(request, name):g}" for name in SETTINGS)
         message = f"counting the tokens per round of this model, for the first time with {settings}"
         work = IMAGES * self.target.config.block_size * len(missing)
@@ -518,6 +520,7 @@ class Tuning(DraftChooser):
         }
 
         def measure() -> RulePrice:
+            ask(begins=True)
             stats = [sequence.stats for sequence in whole_images(self._runner(PRICED), method, request)]
             audits: list[Any] = [own.audit for own in stats]
             if None in audits:

@@ -171,6 +171,13 @@ def _is_address(name: str) -> bool:
 # The log: a line of JSON for each request that generates images, and for each error.
 
 LOG = logging.getLogger("cspd.serving")
+NO_FRAMES = "frame-ancestors 'none'"  # pages of other sites may not show this one in a frame
+SECURITY = {  # headers of every answer
+    "Content-Security-Policy": f"default-src 'self'; img-src 'self' data:; base-uri 'none'; {NO_FRAMES}",
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+}
+DOCS = "/docs"  # it loads its script from a public site
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -194,6 +201,8 @@ def logging_requests() -> Iterator[None]:
 
 class Logged:
     """ASGI middleware that gives each request an id, and writes lines of JSON to the logger `cspd.serving`.
+
+    It also adds the headers `SECURITY` to each answer.
 
     The id is the one of the request's X-Request-ID, or a new one. The answer has it in the same header.
 
@@ -226,7 +235,10 @@ class Logged:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-ID"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers.update(SECURITY | {"X-Request-ID": request_id})
+                if scope["path"].endswith(DOCS):
+                    headers["Content-Security-Policy"] = NO_FRAMES
             await send(message)
 
         try:

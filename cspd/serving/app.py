@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -22,7 +21,6 @@ import fastapi
 import numpy as np
 import prometheus_client
 import pydantic
-import uvicorn
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from fastapi.security import HTTPBearer
@@ -44,9 +42,11 @@ from cspd.serving.bodies import (
     Begun,
     Text,
     Value,
+    address_of,
     begin,
     client_of,
     events_of,
+    new_visitor,
     parse_json,
     picture_of,
     read,
@@ -54,6 +54,7 @@ from cspd.serving.bodies import (
     schema_of,
     typed,
 )
+from cspd.serving.connections import LimitedServer
 from cspd.serving.loop import EngineLoop, Jobs
 from cspd.terminal import __version__, label_of, shortened
 from mar.checkpoint import lookup
@@ -214,19 +215,24 @@ PATIENCE = 4.0  # seconds that the process has to end, after a signal or, on SIG
 
 
 def make_app(
-    engines: Mapping[str, Engine], most: int = 32, most_each: int = v1.MOST_IMAGES, **access: Any
+    engines: Mapping[str, Engine],
+    most: int = 32,
+    most_each: int = v1.MOST_IMAGES,
+    calibrated_only: bool = False,
+    **access: Any,
 ) -> fastapi.FastAPI:
     """The application. While it is served, its `state.jobs` runs the engines; no other thread may use them.
 
     Args:
         engines: by name of their checkpoint, one each.
         most, most_each: maximum number of unfinished images, of all clients and of each client.
+        calibrated_only: as in `EngineLoop`.
         access: arguments of `Access`.
 
     Raises:
         ValueError: a text-to-image model has no text encoder.
     """
-    loop = EngineLoop(engines, most, most_each)
+    loop = EngineLoop(engines, most, most_each, calibrated_only)
     loop.about = about(engines)
     return app_of(loop, **access)
 
@@ -278,8 +284,9 @@ def app_of(jobs: Jobs, **access: Any) -> fastapi.FastAPI:
 
     @app.get("/api/models")
     async def models(request: fastapi.Request, response: fastapi.Response) -> dict:
-        if COOKIE not in request.cookies:
-            response.set_cookie(COOKIE, secrets.token_hex(16), httponly=True, samesite="strict")
+        address = address_of(request)
+        if client_of(request) == address:  # without a valid cookie
+            response.set_cookie(COOKIE, new_visitor(address), httponly=True, samesite="strict")
         return jobs.about | {"most_bytes": MOST_BYTES, "most_each": jobs.most_each}
 
     @app.get("/api/status")
@@ -293,7 +300,7 @@ def app_of(jobs: Jobs, **access: Any) -> fastapi.FastAPI:
             names = {model["name"]: model for model in jobs.about["models"]}
             lookup(names, asked.model, "model")
             requests = await asyncio.to_thread(requests_of, asked)
-            begun = await begin(jobs, client_of(request), asked.model, requests)
+            begun = await begin(jobs, client_of(request), asked.model, requests, has_left=request.is_disconnected)
         events = _events(jobs, begun)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
@@ -334,8 +341,8 @@ def _event(content: dict) -> str:
 # The process: it finishes its images after SIGTERM, and ends soon after any other signal.
 
 
-class Server(uvicorn.Server):
-    """A uvicorn server.
+class Server(LimitedServer):
+    """The server of `cspd serve`.
 
     On SIGTERM it takes no new connections, finishes all unfinished images and ends. On Ctrl-C and SIGHUP it ends within
     `PATIENCE` seconds, even if the engines are in the middle of a round. A second signal ends it at once.
@@ -347,13 +354,11 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: fastapi.FastAPI, proxies: Sequence[str] = ()) -> None:
         super().__init__(
-            uvicorn.Config(
-                app,
-                log_level="error",
-                timeout_graceful_shutdown=GRACE,
-                ws="none",
-                forwarded_allow_ips=[*proxies],
-            )
+            app,
+            log_level="error",
+            timeout_graceful_shutdown=GRACE,
+            ws="none",
+            forwarded_allow_ips=[*proxies],
         )
         self._loop: EngineLoop = app.state.jobs
         self._has_ended = threading.Event()

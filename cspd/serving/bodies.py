@@ -7,8 +7,10 @@ import asyncio
 import base64
 import contextlib
 import functools
+import hmac
 import io
-from collections.abc import AsyncGenerator, Iterator, Sequence
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import fastapi
@@ -18,8 +20,8 @@ from starlette.requests import ClientDisconnect
 
 from cspd.request import FORMATS, Request
 from cspd.serving.access import Refusal
-from cspd.serving.loop import Closing, Full, Job, Jobs
-from cspd.terminal import value_of
+from cspd.serving.loop import Closing, Full, Job, Jobs, public
+from cspd.terminal import is_out_of_memory, value_of
 
 # Bodies.
 
@@ -148,17 +150,45 @@ def refusing() -> Iterator[None]:
     except Closing as closing:
         raise Refusal(503, str(closing)) from None
     except (ValueError, TypeError, argparse.ArgumentTypeError) as bad:
-        raise Refusal(400, str(bad)) from None
+        raise Refusal(400, public(str(bad))) from None
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise Refusal(503, "the server's memory is exhausted: try again in a moment") from None
 
 
-async def begin(jobs: Jobs, client: str, model: str, requests: Sequence[Request], wants_previews: bool = True) -> Begun:
-    """Begins to generate images: all of them, or none if one is bad. Raises as `Jobs.add`, and ValueError."""
+async def _stays() -> bool:
+    """For clients whose leaving cancels the task that waits for them."""
+    return False
+
+
+async def begin(
+    jobs: Jobs,
+    client: str,
+    model: str,
+    requests: Sequence[Request],
+    wants_previews: bool = True,
+    has_left: Callable[[], Awaitable[bool]] = _stays,
+) -> Begun:
+    """Begins to generate images: all of them, or none if one is bad.
+
+    Raises as `Jobs.add`, ValueError, and Refusal if the client leaves before they are accepted.
+    """
     inbox: asyncio.Queue[dict] = asyncio.Queue()
     tell = functools.partial(_tell, asyncio.get_running_loop(), inbox)
     tells = [functools.partial(tell, run) for run in range(len(requests))]
     # all requests are accepted before the answer begins, so that a bad one gets an HTTP error
     begun, future = jobs.add(client, model, requests, tells, wants_previews)
-    return Begun(begun, inbox, await asyncio.wrap_future(future))
+    advice = asyncio.wrap_future(future)
+    try:
+        while not (await asyncio.wait([advice], timeout=HEARTBEAT))[0]:
+            if await has_left():
+                raise Refusal(400, "the connection was closed")
+        return Begun(begun, inbox, advice.result())
+    except BaseException:
+        advice.cancel()
+        jobs.leave(begun)
+        raise
 
 
 async def events_of(jobs: Jobs, begun: Begun) -> AsyncGenerator[dict | None, None]:
@@ -200,7 +230,31 @@ def _put(inbox: asyncio.Queue, event: dict) -> None:
         inbox.put_nowait(event)
 
 
+_SECRET = secrets.token_bytes(32)
+
+
+def new_visitor(address: str) -> str:
+    """A cookie for a browser at an address. It is signed: an invented one would be another client each time."""
+    name = secrets.token_hex(16)
+    return f"{name}.{_signature(name, address)}"
+
+
+def is_visitor(cookie: str, address: str) -> bool:
+    """Whether this server gave a cookie to this address."""
+    name, _, signature = cookie.partition(".")
+    return secrets.compare_digest(signature.encode(), _signature(name, address).encode())
+
+
+def _signature(name: str, address: str) -> str:
+    return hmac.new(_SECRET, f"{name} {address}".encode(), "sha256").hexdigest()
+
+
+def address_of(request: fastapi.Request) -> str:
+    """The address that a request came from."""
+    return request.client.host if request.client else ""
+
+
 def client_of(request: fastapi.Request) -> str:
     """The client of a request: a browser by its cookie, a program by its address."""
-    address = request.client.host if request.client else ""
-    return request.cookies.get(COOKIE, address)
+    cookie, address = request.cookies.get(COOKIE, ""), address_of(request)
+    return cookie if is_visitor(cookie, address) else address

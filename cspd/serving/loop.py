@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-import sys
+import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from queue import SimpleQueue
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from cspd.engine import Engine
 from cspd.files import link_of
-from cspd.request import Output, Request, png_of
+from cspd.request import Output, Request, png_of, png_text
+from cspd.terminal import say, watching
 
 NUMBERS = {  # statistics to show: their titles and formats
     "iterations": ("iterations", ".0f"),
@@ -36,6 +39,29 @@ NUMBERS = {  # statistics to show: their titles and formats
 }
 
 
+# Clients do not see where files of this machine are, nor addresses in its memory.
+
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+FOLDERS = re.compile(r"(?<![\w./])(?:[A-Za-z]:\\(?:[^\s\\'\"]+\\)*|/(?:[^\s/'\"]+/)+)")  # of absolute paths
+
+
+def public(message: str) -> str:
+    """A message without addresses, and with only the last part of absolute paths."""
+    return FOLDERS.sub("", ADDRESS.sub("", message))
+
+
+def public_names(checkpoints: Sequence[str]) -> dict[str, str]:
+    """The checkpoints by the names that clients see: of an absolute path, as few of its last parts as are unique."""
+    for depth in range(1, 1 + max(len(Path(each).parts) for each in checkpoints)):
+        names = {}
+        for each in checkpoints:
+            path = Path(each)
+            names["/".join(path.parts[-depth:]) if path.is_absolute() else each] = each
+        if len(names) == len(checkpoints):
+            break
+    return names
+
+
 def shown(output: Output, share: float) -> dict:
     """The state of an image for the page, finished or not.
 
@@ -50,9 +76,11 @@ def shown(output: Output, share: float) -> dict:
     """
     seconds = sum(output.stats.seconds.values())
     verified, accepted = map(sum, output.stats.by_lag)
+    models = {name: public(each) if isinstance(each, str) else each for name, each in output.models.items()}
+    text = png_text(output.request.to_dict(), models)
     return {
         "share": share,
-        "image": None if output.image is None else link_of(png_of(output.pil(), output.png_text())),
+        "image": None if output.image is None else link_of(png_of(output.pil(), text)),
         "token_cost": [round(cost, 2) if math.isfinite(cost) else None for cost in output.token_cost.tolist()],
         "guarantee": output.stats.guarantee,
         "seconds": seconds,
@@ -114,12 +142,16 @@ class Closing(Exception):
     """The server is shutting down and takes no new requests."""
 
 
+class Left(Exception):
+    """The client left before its request was accepted."""
+
+
 @dataclass(eq=False)
 class Job:
     """A client's request to a model, with all settings decided once it is accepted.
 
     `tell` is called with its events, see `shown`, in any thread. The last event has "finished" or "error"; without
-    `wants_previews` there is no other.
+    `wants_previews` there is no other. `has_left`: the client does not wait for it any more.
     """
 
     model: str
@@ -128,6 +160,7 @@ class Job:
     tell: Callable[[dict], None]
     wants_previews: bool = True
     ticket: int = -1
+    has_left: bool = False
     began: float = field(default_factory=time.monotonic)
 
 
@@ -239,6 +272,8 @@ class Jobs:
         self.jobs.discard(job)
         if event is None:
             return
+        if "error" in event:
+            event["error"] = public(event["error"])
         if "finished" in event:
             self.made += 1
             self._finish_times.append(time.monotonic())
@@ -307,11 +342,13 @@ class EngineLoop(Jobs):
     Args:
         engines: by model name. No other thread may use them.
         most, most_each: as in `Jobs`.
+        calibrated_only: refuse requests whose settings need a new calibration.
     """
 
-    def __init__(self, engines: Mapping[str, Engine], most: int, most_each: int) -> None:
+    def __init__(self, engines: Mapping[str, Engine], most: int, most_each: int, calibrated_only: bool = False) -> None:
         super().__init__(most, most_each)
         self.engines = engines
+        self.calibrated_only = calibrated_only
         self._started: dict[str, dict[int, Job]] = {name: {} for name in engines}  # jobs by ticket, of each model
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_open = True
@@ -351,6 +388,8 @@ class EngineLoop(Jobs):
 
     def leave(self, jobs: Collection[Job]) -> None:
         """Cancels those of the jobs that are unfinished."""
+        for job in jobs:
+            job.has_left = True  # at once: the thread may be busy with a calibration for them
         self._calls.put(lambda: self._cancel(jobs))
 
     def num_running(self) -> int:
@@ -377,7 +416,8 @@ class EngineLoop(Jobs):
             return
         # all are prepared before the first one is queued; preparing may take long, since it may fit a calibration
         try:
-            prepared = [self.engines[job.model].prepare(job.request) for job in jobs]
+            with watching(functools.partial(self._watch, jobs)):
+                prepared = [self.engines[job.model].prepare(job.request) for job in jobs]
             for job, each in zip(jobs, prepared):
                 job.request = each.request
                 job.ticket = self.engines[job.model].add_request(each)
@@ -387,6 +427,16 @@ class EngineLoop(Jobs):
             advice.set_exception(error)
             return
         advice.set_result([each.method.advice(each.request) for each in prepared])
+
+    def _watch(self, jobs: Sequence[Job], begins: bool) -> None:
+        """Raises an error if a calibration for jobs may not begin, or is not wanted any more."""
+        if begins and self.calibrated_only:
+            raise ValueError(
+                "these settings are not calibrated, and this server makes no calibrations: take method=ar, or run"
+                " `cspd calibrate` or `cspd sample` with them on its machine"
+            )
+        if all(job.has_left for job in jobs):
+            raise Left
 
     def _cancel(self, jobs: Collection[Job]) -> None:
         for job in self.jobs.intersection(jobs):
@@ -439,7 +489,7 @@ class EngineLoop(Jobs):
 
     def _fail(self, model: str, error: Exception) -> None:
         """Drops the jobs of a model that failed. The other models go on."""
-        print(f"cspd: {model} failed: {error!r}", file=sys.stderr)
+        say(f"{model} failed: {error!r}")
         self._drop(model, f"the model failed: {error}: try again; if memory is short, serve with a smaller --max-batch")
 
     def _drop(self, model: str, why: str) -> None:

@@ -22,7 +22,7 @@ from cspd.request import Request
 from cspd.serving.access import show_log
 from cspd.serving.app import about, app_of
 from cspd.serving.bodies import begin, events_of, is_last
-from cspd.serving.loop import EngineLoop, Job, Jobs
+from cspd.serving.loop import EngineLoop, Job, Jobs, public_names
 from cspd.terminal import API_KEY, host_names
 
 TRIES = 3  # replicas that may die with one request: the request itself may be what kills them
@@ -61,9 +61,10 @@ class Replica:
 
     def __init__(self, checkpoint: str, max_batch: int, device: str, precision: str) -> None:
         engine = load(checkpoint, max_batch=max_batch, device=device, precision=precision)
+        engines = dict.fromkeys(public_names([checkpoint]), engine)
         # the front counts the requests of its clients; here there is no limit of its own
-        self._jobs = EngineLoop({checkpoint: engine}, most=FRONT, most_each=FRONT)
-        self._jobs.about = about({checkpoint: engine})
+        self._jobs = EngineLoop(engines, most=FRONT, most_each=FRONT)
+        self._jobs.about = about(engines)
         self._jobs.start()
 
     def about(self) -> dict:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import fastapi
 import pydantic
+import python_multipart  # noqa: F401 - starlette imports it only once a form arrives
 from fastapi.responses import StreamingResponse
 from PIL import ImageOps
 from starlette.datastructures import Headers
@@ -248,7 +249,8 @@ async def _answer(request: fastapi.Request, jobs: Jobs, asked: Generation, kind:
     try:
         with refusing():
             requests = await asyncio.to_thread(requests_of, asked, model)
-            begun = await begin(jobs, client_of(request), model["name"], requests, wants_previews=num_partial > 0)
+            client, has_left = client_of(request), request.is_disconnected
+            begun = await begin(jobs, client, model["name"], requests, num_partial > 0, has_left)
     except Refusal as refusal:
         refusal.param = _named(str(refusal.detail), asked)
         raise

@@ -510,3 +510,15 @@ def test_an_evaluation_of_numbers_resumes_with_names(tmp_path):
         assert main(["evaluate", "--method", "ar", *PLAIN, *given]) == 0
         written.append((tmp_path / "00000.npz").stat().st_mtime_ns)
     assert written[0] == written[1] and Shards(tmp_path, 2).subjects() == [7, 3]
+
+
+def test_exhausted_memory_is_a_message(tmp_path, capsys):
+    """Of the CPU, for which torch has no type of error. Other errors of that type are not hidden."""
+    plugin = tmp_path / "large.py"
+    plugin.write_text("import torch\ntorch.empty(2**60)\n")
+    assert main(["sample", "--plugin", str(plugin)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("cspd: memory is exhausted") and "--max-batch" in said and said.count("\n") == 1
+    plugin.write_text("raise RuntimeError('a bug')\n")
+    with pytest.raises(RuntimeError):
+        main(["sample", "--plugin", str(plugin)])

@@ -7,6 +7,7 @@ import dataclasses
 import pwd
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,23 @@ def test_memory_does_not_grow_with_the_settings(calibrations, monkeypatch):
         request = REQUEST.but(draft="frozen", num_sampling_steps=3, cfg=cfg)
         assert ours.get(request) is ours.get(request)
         assert len(ours._cache._remembered) <= 2
+
+
+def test_the_cache_has_a_limit(tmp_path, monkeypatch):
+    """What was used last stays; files of others are not touched."""
+    monkeypatch.setattr(files, "MOST_CACHED", 2)
+    (tmp_path / "model-00001-of-00002.safetensors").write_text("")
+    made = Columns(*np.zeros((2, 3), np.int16))
+
+    def find(steps):
+        time.sleep(0.01)  # the times of files are exact to some milliseconds
+        return files.ArrayCache([tmp_path]).find(Columns, {"num_sampling_steps": steps}) is not None
+
+    for steps in (0, 1, 2):
+        files.ArrayCache([tmp_path]).get(Columns, {"num_sampling_steps": steps}, lambda: made)
+        assert find(0)
+    assert [find(steps) for steps in (0, 1, 2)] == [True, False, True]
+    assert len([*tmp_path.iterdir()]) == 3
 
 
 def test_the_next_folder_is_used_if_the_first_cannot_be_written(calibrations, made, tmp_path):

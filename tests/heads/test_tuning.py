@@ -13,6 +13,7 @@ from cspd.heads.tuning import Costs, measure, measured_costs
 from heads import FP32, MIXTURE, Case, fitted_mixture  # noqa: F401 - a fixture
 from toys import CPU
 
+from cspd import files
 from cspd.device import Precision
 from cspd.heads import tuning
 from cspd.heads.calibration import WINDOWS
@@ -134,6 +135,14 @@ def test_costs_are_measured_once_and_cached(small_mar, tmp_path, monkeypatch):
         count = len(measured)
         assert get() == get() and len(measured) == count + 1
     assert get(folder=file / "under").rows == [*ROWS]  # cannot be written: measured each time
+
+
+def test_the_cache_of_costs_has_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MOST_CACHED", 2)
+    for number in range(3):
+        files.keep({"number": number}, costs(1e-3, 1e-6), tmp_path)
+    found = [files.measured_before(Costs, {"number": number}, [tmp_path]) for number in range(3)]
+    assert found == [None, costs(1e-3, 1e-6), costs(1e-3, 1e-6)]
 
 
 def test_measured_costs_are_those_of_the_real_head(small_mar, monkeypatch):

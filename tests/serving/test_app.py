@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import socket
 import subprocess
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from launching import wait_until
 from PIL import Image
 from serving import events, finished, link_of, pixels, run_command, served, status_of
@@ -18,7 +21,7 @@ from stores import small_checkpoint
 
 import cspd
 from cspd.cli import _parse, main
-from cspd.serving import bodies, loop
+from cspd.serving import access, bodies, loop
 
 QUICK = {"num_iter": 3, "num_sampling_steps": 5, "first_timestep": 950, "cfg": 3.0}
 ROOT = Path(__file__).parent.parent.parent
@@ -140,6 +143,65 @@ def test_limits_and_leaving(site):
     assert site.status()["made"] == made + 1
 
 
+def test_an_invented_cookie_is_nobody(site):
+    """Without a cookie from this server, a client is its address."""
+    body = json.dumps({"model": "mar", "label": 3, "methods": ["ar", "ar"], "settings": LONG})
+    running = site.ask("/api/images", body, Cookie="visitor=ann")
+    assert next(events(running))
+    assert site.ask("/api/images", body, Cookie=f"visitor=bea.{64 * '0'}").status == 429
+    answer = site.ask("/api/models", Cookie="visitor=é")
+    given = answer.headers["set-cookie"].partition(";")[0]
+    assert site.ask("/api/models", Cookie=given).headers["set-cookie"] is None
+    other = site.ask("/api/images", body, Cookie=given)
+    assert next(events(other))
+    for each in (running, other):
+        each.close()
+    wait_until(lambda: not site.loop.jobs)
+
+
+def test_the_address_is_not_taken_from_a_header(site, capsys):
+    """Anybody can send it; a client could have another address in each request."""
+    handler = access.show_log()
+    try:
+        assert site.ask("/api/none", **{"X-Forwarded-For": "10.1.1.1"}).status == 404
+    finally:
+        access.LOG.removeHandler(handler)
+    assert '"client": "127.0.0.1"' in capsys.readouterr().err
+
+
+def test_places_and_addresses_are_not_shown(engines, tmp_path, monkeypatch):
+    """Neither those of the models, nor those in errors."""
+    (name,) = loop.public_names([str(tmp_path / "mar")])
+    engine = engines["mar"]
+    with served({name: engine}) as site:
+        assert name == json.load(site.ask("/v1/models"))["data"][0]["id"] == "mar"
+        (event,) = finished(site.make(settings=QUICK))
+        png = base64.b64decode(event["image"].partition(",")[2])
+        text = Image.open(io.BytesIO(png)).text["cspd"]
+        folder = Path(engine.origins["MAR"]["checkpoint"])
+        assert folder.is_absolute() and folder.name in text and str(folder) not in text
+        broken = site.make(picture="data:image/png;base64,aGVsbG8=", mask=WHITE)
+        assert broken.status == 400 and "0x" not in json.load(broken)["detail"]
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runners["MAR"], "decode", lambda tokens: open(tmp_path / "missing"))
+            (event,) = finished(site.make(settings=QUICK))
+        assert "missing" in event["error"] and str(tmp_path) not in event["error"]
+
+
+def test_names_of_checkpoints():
+    named = loop.public_names(["digits32", "/a/x/final", "/b/y/final"])
+    assert named == {"digits32": "digits32", "x/final": "/a/x/final", "y/final": "/b/y/final"}
+
+
+def test_exhausted_memory_is_a_message(site, engines, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(engines["mar"].runners["MAR"], "resolve", lambda *given: torch.empty(2**60))
+        answer = site.make(settings=QUICK)
+        assert answer.status == 503 and "memory" in json.load(answer)["detail"]
+        patch.setattr(engines["mar"].runners["MAR"], "resolve", lambda *given: [][0])
+        assert site.make(settings=QUICK).status == 500
+
+
 WHITE = link_of(mask_of(np.s_[:]))
 BAD = [
     ({"label": "dragon"}, "label='dragon'"),
@@ -202,7 +264,7 @@ def test_a_failed_round_is_reported(part, site, engines, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(engines["mar"].runners["MAR"], part, lambda given: 1 / 0)
         (event,) = finished(site.make(settings=QUICK))
-    assert "division by zero" in event["error"] and capsys.readouterr().err
+    assert "division by zero" in event["error"] and "ZeroDivisionError" in capsys.readouterr().err
     assert not len(engines["mar"].scheduler)
     *_, last = other
     assert last["finished"]
@@ -240,6 +302,19 @@ def test_the_command(capsys):
     assert addresses[0] in said.out and said.err.count("\n") == 1
 
 
+def test_the_command_runs_without_its_streams(monkeypatch):
+    """As after `>&-`."""
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    statuses = []
+
+    def visit(address):
+        statuses.append(status_of(f"{address}/api/status"))
+
+    assert run_command(visit, "--checkpoint", small_checkpoint()) == 130
+    assert statuses == [200]
+
+
 def test_errors_of_the_command_come_before_any_work(monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for options, said in (
@@ -250,10 +325,17 @@ def test_errors_of_the_command_come_before_any_work(monkeypatch, capsys):
             assert main(["serve", *options]) == 2
             error = capsys.readouterr().err
             assert said in error and error.count("\n") == 1
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "cspd.serving.app")
-    assert main(["serve"]) == 2
-    assert "[serve]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["uvicorn", "python_multipart"])
+def test_a_missing_package_is_named_at_the_start(package, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, package, None)
+    for module in ("app", "connections", "v1"):  # as if none was imported before
+        monkeypatch.delitem(sys.modules, f"cspd.serving.{module}")
+        monkeypatch.delattr(f"cspd.serving.{module}")
+    assert main(["serve", "--checkpoint", "digits64"]) == 2
+    said = capsys.readouterr().err
+    assert package in said and "[serve]" in said
 
 
 def test_the_container_starts_the_server_and_checks_its_health(engines, monkeypatch):

@@ -98,6 +98,17 @@ def test_the_api_key(engines):
             assert site.ask(path).status == 200
 
 
+def test_headers_against_other_sites(site):
+    """A page of another site may not show this one in a frame, and nothing is run that did not come from here."""
+    for path, status in (("/", 200), ("/page.js", 200), ("/v1/models", 200), ("/api/none", 404), ("/docs", 200)):
+        answer = site.ask(path)
+        assert answer.status == status
+        policy = answer.headers["content-security-policy"]
+        assert "frame-ancestors 'none'" in policy and answer.headers["x-frame-options"] == "DENY"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert ("default-src 'self'" in policy) == (path != "/docs")
+
+
 def test_the_command_takes_the_key_from_the_environment(monkeypatch, capsys):
     """The key is not printed."""
     monkeypatch.setenv("CSPD_API_KEY", KEY)

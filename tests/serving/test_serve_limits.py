@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import resource
+import select
 import signal
 import socket
 import time
@@ -13,9 +16,10 @@ import pytest
 from launching import free_port, start, wait_until
 from serving import events, finished, served
 
-from cspd.serving import bodies
+from cspd.serving import bodies, connections
 
 LIMIT = 5.0  # seconds that any client may have to wait; most waits are milliseconds
+QUICK = {"num_iter": 1, "num_sampling_steps": 2, "first_timestep": 950, "cfg": 1}
 DIGITS = {"model": "digits32", "label": 3, "methods": ["ar"]}
 
 
@@ -51,10 +55,10 @@ def test_long_texts_are_refused(wanted, field, site, quick):
     assert answer.status == 400 and message.startswith(field) and len(message) < 200
 
 
-def begun(site, *lines):
+def begun(site, *lines, path="/api/images"):
     """A connection that sent the first lines of a request."""
     connection = socket.create_connection(("127.0.0.1", site.port), timeout=LIMIT)
-    first = ("POST /api/images HTTP/1.1", f"Host: localhost:{site.port}", "Content-Type: application/json")
+    first = (f"POST {path} HTTP/1.1", f"Host: localhost:{site.port}", "Content-Type: application/json")
     connection.sendall("\r\n".join([*first, *lines, "", ""]).encode())
     return connection
 
@@ -88,15 +92,145 @@ def test_slow_bodies_are_refused(site, monkeypatch, quick):
         assert connection.recv(1) == b""  # it is closed
 
 
-def test_idle_connections(site):
-    """Many connections of one client do not keep others out."""
-    connections = [socket.create_connection(("127.0.0.1", site.port), timeout=LIMIT) for _ in range(300)]
+def silent(site, sent=b""):
+    connection = socket.create_connection(("127.0.0.1", site.port), timeout=LIMIT)
+    connection.sendall(sent)
+    return connection
+
+
+def is_closed(connection):
     try:
-        quick = {"num_iter": 1, "num_sampling_steps": 2, "first_timestep": 950, "cfg": 1}
-        assert "finished" in finished(site.make(label=3, settings=quick))[0]
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_many_silent_connections_keep_nobody_out(site, monkeypatch):
+    """As long as there is room they stay."""
+    monkeypatch.setattr(connections, "FULL_SECONDS", 0.1)
+    monkeypatch.setattr(site.server, "_most", 12)
+    with contextlib.ExitStack() as opened:
+        first = [opened.enter_context(silent(site, b"GET / HT")) for _ in range(8)]
+        assert site.ask("/health").status == 200
+        time.sleep(0.3)
+        assert not select.select(first, [], [], 0)[0]
+        for _ in range(20):
+            opened.enter_context(silent(site))
+        assert site.ask("/health").status == 200
+        assert all(map(is_closed, first))
+
+
+def test_clients_wait_while_all_connections_are_busy(site, monkeypatch):
+    monkeypatch.setattr(site.server, "_most", 1)
+    first = events(site.make("ann", settings=QUICK | {"num_iter": 16, "num_sampling_steps": 20}))
+    assert next(first)
+    made = site.loop.made
+    assert site.ask("/health").status == 200
+    assert site.loop.made == made + 1
+
+
+def test_silent_connections_are_closed(site, monkeypatch, quick):
+    """Nothing is sent; a header comes letter by letter; a body that nobody reads; a second request on a connection."""
+    monkeypatch.setattr(bodies, "MOST_SECONDS", 0.4)
+    head = f"GET /health HTTP/1.1\r\nHost: localhost:{site.port}\r\n".encode()
+    begun = [silent(site, sent) for sent in (b"", head, head + b"Content-Length: 99\r\n\r\n", head + b"\r\n" + head)]
+    left = {*begun}
+    ended = time.monotonic() + LIMIT
+    while left:
+        assert time.monotonic() < ended
+        time.sleep(0.05)
+        for connection in [*left]:
+            try:
+                connection.sendall(b"a")
+            except OSError:  # it is closed
+                left.remove(connection)
+                connection.close()
+
+
+def test_answers_that_nobody_reads(site, monkeypatch):
+    """The server reads no more requests of that connection, and closes it in the end."""
+    some = f"GET /health HTTP/1.1\r\nHost: localhost:{site.port}\r\n\r\n".encode() * 1000
+    with socket.socket() as connection:
+        for end in (site.listener, connection):
+            for kind in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                end.setsockopt(socket.SOL_SOCKET, kind, 4096)  # otherwise the system buffers megabytes
+        connection.connect(("127.0.0.1", site.port))
+        connection.settimeout(0.5)
+        taken = 0
+        with contextlib.suppress(TimeoutError):
+            while taken < 2**18:
+                taken += connection.send(some[taken % len(some) :])
+        assert taken < 2**17
+        monkeypatch.setattr(bodies, "MOST_SECONDS", 0.2)
+        wait_until(lambda: not site.server.server_state.connections, LIMIT)
+
+
+def test_large_headers_are_refused(site, quick):
+    """Before they have arrived."""
+    connection = silent(site, b"GET / HTTP/1.1\r\nHost: localhost\r\nA: ")
+    with connection, pytest.raises(OSError):
+        for _ in range(64):
+            connection.sendall(b"a" * 2**20)
+
+
+def test_a_broken_body_after_the_answer(site, caplog, quick):
+    with begun(site, "Transfer-Encoding: chunked", path="/health") as connection:
+        assert status_of(connection) == 405
+        connection.sendall(b"no number\r\n")
+        assert is_closed(connection)
+    assert not caplog.records
+
+
+def test_connections_leave_files_for_others():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        for limit, most in ((64, 32), (hard, connections.MOST_CONNECTIONS)):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            assert connections.most_connections() == most
     finally:
-        for connection in connections:
-            connection.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+FIT = {"num_sampling_steps": 1000, "cfg": 2.25}  # `calibrated` is fitted to these settings for minutes
+UNFITTED = {
+    "/api/images": {"model": "mar", "label": 3, "methods": ["calibrated"], "settings": FIT},
+    "/v1/images/generations": {"model": "mar", "prompt": "3", "method": "calibrated", **FIT},
+}
+
+
+@pytest.mark.parametrize("path", UNFITTED)
+def test_a_calibration_that_nobody_waits_for_ends(path, site, monkeypatch):
+    monkeypatch.setattr(bodies, "HEARTBEAT", 0.05)
+    body = json.dumps(UNFITTED[path])
+    with begun(site, f"Content-Length: {len(body)}", path=path) as connection:
+        connection.sendall(body.encode())
+        wait_until(lambda: site.loop.jobs, LIMIT)
+        time.sleep(0.2)
+        assert site.loop.jobs
+    wait_until(lambda: not site.loop.jobs, LIMIT)
+    assert "finished" in finished(site.make("bea", settings=QUICK))[0]
+
+
+@pytest.fixture(scope="module")
+def calibrated_site(engines):
+    with served(engines, calibrated_only=True) as site:
+        yield site
+
+
+OTHER = {"num_iter": 1, "num_sampling_steps": 5, "cfg": 1.25}
+NEW = [
+    {"methods": ["calibrated:head_calls=3"], "settings": OTHER},
+    {"methods": ["speculative:window=2"], "settings": OTHER},
+    {"methods": ["budget:budget=0.1"], "settings": OTHER},
+    {"methods": ["gsd:budget=0.1"], "settings": {"cfg": 1.25}, "model": "vq"},
+]
+
+
+@pytest.mark.parametrize("wanted", NEW, ids=lambda wanted: wanted["methods"][0])
+def test_new_calibrations_are_refused(wanted, calibrated_site):
+    answer = calibrated_site.make(**wanted)
+    assert answer.status == 400 and "cspd calibrate" in json.load(answer)["detail"]
+    assert "finished" in finished(calibrated_site.make(**wanted | {"methods": ["ar"]}))[0]
 
 
 @pytest.mark.slow  # starts a process
