@@ -17,8 +17,9 @@ from toys import counts, distribution, draw, p_value, request_of, toy_models
 from cspd import Engine, MARModels, Request, method, register
 from cspd.causal.family import CausalModels
 from cspd.cli import main
+from cspd.continuous.denoisers import DENOISERS
 from cspd.discrete.drafts import DRAFTS
-from cspd.heads.chain import DENOISERS
+from cspd.heads import SAMPLERS
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 DENOISER = ["--plugin", str(EXAMPLES / "own_denoiser.py")]
@@ -27,7 +28,7 @@ DENOISER = ["--plugin", str(EXAMPLES / "own_denoiser.py")]
 @pytest.fixture
 def added(monkeypatch):
     """A function that imports an example, whose method is registered for one test."""
-    registries = [(registry, dict(registry)) for registry in (DENOISERS, DRAFTS)]
+    registries = [(registry, dict(registry)) for registry in (DENOISERS, SAMPLERS, DRAFTS)]
     methods = list(method.METHODS)
 
     def add(name):

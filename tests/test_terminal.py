@@ -10,11 +10,11 @@ import threading
 import time
 
 import pytest
-from cspd.heads.tuning import Costs
 from stores import small_checkpoint
 
 from cspd import terminal
 from cspd.cli import main
+from cspd.continuous.tuning import Costs
 from cspd.method import PLAIN
 from cspd.terminal import (
     MOST_LISTED,
