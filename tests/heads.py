@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from torch import Tensor
 from cspd import noise as cspd_noise
 from cspd.device import Precision
 from cspd.heads.calibrated import Predictor, fit_predictor
-from cspd.heads.calibration import Calibration, Trace, draft_table, fit
-from cspd.heads.chain import ancestral
+from cspd.heads.calibration import Calibration, Recorder, Trace, draft_table, fit
+from cspd.heads.chain import Chain, Inputs, Observer
+from cspd.heads.samplers import ancestral
 from cspd.heads.speculative import Chains, Finished
 from mar.head import schedule
 
@@ -72,43 +74,62 @@ class MixtureHead(torch.nn.Module):
         return torch.cat([eps, v + self.wobble * torch.sin(3 * x.expand_as(eps).roll(1, -1))], dim=-1)
 
 
+class Given:
+    """Noise that was drawn before, x_T [R, d] and eps [T, R, d], as a source of noise."""
+
+    def __init__(self, x: Tensor, eps: Tensor | None = None) -> None:
+        self.x, self.eps = x, eps
+
+    def initial(self, *names) -> Tensor:
+        return self.x
+
+    def steps(self, seed: Tensor, position: Tensor, step: Tensor, *names) -> Tensor:
+        return self.eps[step]
+
+
+class Watching(Observer):
+    """Calls a function with t, x, eps and v of every evaluation."""
+
+    def __init__(self, visit: Callable) -> None:
+        self.visit = visit
+
+    def evaluated(self, chain, step, x, out):
+        self.visit(step.t, x, out.eps, out.v)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
-    """Chains of one head with one setting; all have the condition `z` [G, 1, d]."""
+    """Chains of one head with one setting; all have the condition `z` [G, 1, d], and with G = 3 two scales."""
 
     head: torch.nn.Module
     z: Tensor
     num_steps: int
-    scale: float = 1.0
+    scale: float | tuple[float, float] = 1.0
     temperature: float = 1.0
 
     @property
     def schedule(self):
         return self.head.schedule(self.num_steps)
 
-    def rows(self, num: int, seed: int) -> tuple[Tensor, ...]:
-        """Seed, position, z, scale and temperature of `num` chains."""
-        settings = (torch.full((num, 1), value) for value in (self.scale, self.temperature))
-        return torch.full((num,), seed), torch.arange(num), self.z.expand(-1, num, -1), *settings
+    def inputs(self, num: int, seed: int) -> Inputs:
+        """What `num` chains are given."""
+        scale, temperature = torch.tensor(self.scale).view(1, -1).repeat(num, 1), torch.full((num, 1), self.temperature)
+        return Inputs(self.z.expand(-1, num, -1), scale, temperature, torch.full((num,), seed), torch.arange(num))
 
-    def noise(self, num: int, seed: int):
-        """x_T [num, d], and the function that gives eps_t, by which `speculative` draws too."""
-        seeds, position, *_ = self.rows(num, seed)
-        channels = self.head.channels
-        x = cspd_noise.initial(seeds, position, channels)
-        return x, lambda t: cspd_noise.steps(seeds, position, t, channels)
+    def chain(self, num: int, seed: int, *observers: Observer, precision=FP32, noise=cspd_noise) -> Chain:
+        """`num` chains, as samplers are given them."""
+        return Chain(self.head, self.schedule, self.inputs(num, seed), noise, precision, observers=observers)
 
-    def ancestral(self, num: int, seed: int, trace=None, precision=FP32) -> Tensor:
+    def ancestral(self, num: int, seed: int, *observers: Observer, precision=FP32) -> Tensor:
         """Tokens [num, d] by the full chain."""
-        _, _, *inputs = self.rows(num, seed)
-        return ancestral(self.head, *inputs, *self.noise(num, seed), self.schedule, precision, trace)
+        with precision.fast():
+            return ancestral(self.chain(num, seed, *observers, precision=precision))
 
     def trace(self, num: int, seed: int) -> Trace:
         """Ancestral chains with everything that made them."""
-        steps = []
-        tokens = self.ancestral(num, seed, lambda t, *values: steps.append(torch.stack(values)))
-        seeds, position, z, scale, temperature = self.rows(num, seed)
-        return Trace(*torch.stack(steps[::-1], dim=1), tokens, z, seeds, position, scale, temperature)
+        recorder = Recorder()
+        tokens = self.ancestral(num, seed, recorder)
+        return recorder.trace(tokens, image=torch.full((num,), seed))
 
     def predictor(self) -> Predictor:
         traces = self.trace(256, 2**40).chains, self.trace(256, 2**41).chains
@@ -123,7 +144,7 @@ class Case:
                 log_sigma = s.log_sigma_base[t] + np.log(self.temperature) + s.log_sigma_slope[t] * v
                 total.add_(log_sigma.sum(-1, keepdim=True))
 
-        return torch.cat([self.ancestral(num, seed, add), total], dim=1)
+        return torch.cat([self.ancestral(num, seed, Watching(add)), total], dim=1)
 
     def calibration(self, frozen: bool = False) -> Calibration:
         return fit(*self.trace(256, 2**40).chains, self.schedule, self.temperature, frozen)
@@ -134,9 +155,9 @@ class Case:
 
     def start(self, chains: Chains, num: int, seed: int, which: slice = slice(None)) -> None:
         """Starts the chains `which` of `num`; each is owned by its index."""
-        seeds, position, z, *settings = self.rows(num, seed)
-        owners, at = range(num)[which], position[which]
-        chains.start(owners, at, seeds[which], at, z[:, which], *(each[which] for each in settings))
+        z, scale, temperature, seeds, position = self.inputs(num, seed)
+        at = position[which]
+        chains.start(range(num)[which], at, seeds[which], at, z[:, which], scale[which], temperature[which])
 
     def speculative(self, draft: Calibration, window: int, num: int, seed: int, **changes) -> Finished:
         """Finished chains, in order."""
@@ -168,10 +189,17 @@ def merge(parts: list[Finished | None]) -> Finished:
     return Finished(**joined)
 
 
+def guided_centre(z: Tensor, scale: float | tuple[float, float]) -> Tensor:
+    """The centre [d] that guidance makes of the branches' centres z [G, d]."""
+    if isinstance(scale, tuple):
+        return z[2] + scale[1] * (z[1] - z[2]) + scale[0] * (z[0] - z[1])
+    return z[0] if len(z) == 1 else z[1] + scale * (z[0] - z[1])
+
+
 def gaussian_moments(case: Case) -> tuple[Tensor, float]:
     """Mean [d] and variance of a head with one component, in float64: DDPM's posterior (arXiv 2006.11239, eq. 7)."""
     s, z = schedule(case.num_steps), case.z[:, 0].double()
-    centre = case.head.means[0].double() + (z[0] if len(z) == 1 else z[1] + case.scale * (z[0] - z[1]))
+    centre = case.head.means[0].double() + guided_centre(z, case.scale)
     mean, variance = torch.zeros_like(centre), 1.0
     for t in reversed(range(case.num_steps)):
         abar, before = s.alphas_cumprod[t], s.alphas_cumprod[t - 1] if t else 1.0

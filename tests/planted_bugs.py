@@ -100,9 +100,66 @@ BUGS = [
     Bug(
         "guidance the wrong way round",
         "cspd/heads/chain.py",
-        "torch.lerp(eps[1], eps[0], scale)",
-        "torch.lerp(eps[0], eps[1], scale)",
+        "torch.lerp(eps[-1], eps[-2], scale[..., -1:])",
+        "torch.lerp(eps[-2], eps[-1], scale[..., -1:])",
         "heads/test_chain.py",
+    ),
+    Bug(
+        "guidance forgets its third branch",
+        "cspd/heads/chain.py",
+        "for i in range(len(eps) - 2):",
+        "for i in range(0):",
+        "heads/test_samplers.py",
+    ),
+    # the chain that samplers are given
+    Bug(
+        "a call that was not announced has the modulations of another step",
+        "cspd/heads/chain.py",
+        "if not self._expected or self._expected[0] != (step.timestep, branches):",
+        "if not self._expected:",
+        "heads/test_samplers.py",
+    ),
+    Bug(
+        "announced calls have each other's modulations",
+        "cspd/heads/chain.py",
+        "chunks = modulated(self.head, self.z, timesteps,",
+        "chunks = modulated(self.head, self.z, timesteps[::-1],",
+        "heads/test_samplers.py",
+    ),
+    Bug(
+        "a call at a time of one's own is one of the chain's",
+        "cspd/heads/chain.py",
+        "if following[:1] != [step]:",
+        "if False:",
+        "heads/test_samplers.py",
+    ),
+    Bug(
+        "the unconditional branch is not counted",
+        "cspd/heads/chain.py",
+        "self.tally.evaluations += branches",
+        "self.tally.evaluations += 1",
+        "heads/test_samplers.py",
+    ),
+    Bug(
+        "parts of a chain are not counted",
+        "cspd/heads/chain.py",
+        "        self.tally.parts.append((which, tally))\n",
+        "",
+        "heads/test_samplers.py",
+    ),
+    Bug(
+        "a part of a chain has the noise of other rows",
+        "cspd/heads/chain.py",
+        "*(values[index] for values in others)",
+        "*(values[: len(index)] for values in others)",
+        "heads/test_samplers.py",
+    ),
+    Bug(
+        "the last step of a chain adds noise",
+        "cspd/heads/chain.py",
+        "        sigma[-1] = 0  # the last step adds no noise\n",
+        "",
+        "heads/test_samplers.py",
     ),
     # speculation on the denoising chain
     Bug(
@@ -143,15 +200,15 @@ BUGS = [
     Bug(
         "the first call of calibrated is in bf16",
         "cspd/heads/chain.py",
-        "own_head = head if calls[0] == 0 else precision.prepare(head)",
+        "own_head = head if is_first else precision.prepare(head)",
         "own_head = precision.prepare(head)",
         "heads/test_chain.py",
     ),
     Bug(
         "the first call of calibrated is in TF32",
-        "cspd/heads/calibrated.py",
-        "precision.full() if calls[0] == 0 else precision.fast()",
-        "precision.fast()",
+        "cspd/heads/chain.py",
+        "            with self.precision.full():\n                out.raw",
+        "            with self.precision.fast():\n                out.raw",
         "heads/test_chain.py",
     ),
     Bug(
@@ -164,14 +221,14 @@ BUGS = [
     # causal models
     Bug(
         "the drift of the differential equation has half its score",
-        "cspd/causal/models.py",
+        "cspd/heads/chain.py",
         "of_x, of_v = 1 - dt, (1 + t) * dt",
         "of_x, of_v = 1 - dt / 2, (1 + t / 2) * dt",
         "heads/test_velocity.py",
     ),
     Bug(
         "the noise of the differential equation is that of half a step",
-        "cspd/causal/models.py",
+        "cspd/heads/chain.py",
         "0.5 * np.log(2 * (1 - t) * dt)",
         "0.5 * np.log((1 - t) * dt)",
         "heads/test_velocity.py",
@@ -288,14 +345,14 @@ BUGS = [
     # solvers and schedules of chain lengths
     Bug(
         "the second-order correction is inverted",
-        "cspd/heads/solvers.py",
+        "cspd/heads/samplers.py",
         "h[1:-1] / (2 * h[:-2])",
         "h[:-2] / (2 * h[1:-1])",
         "heads/test_solvers.py",
     ),
     Bug(
         "high frequencies weigh least",
-        "cspd/heads/solvers.py",
+        "cspd/heads/samplers.py",
         "(amplitude * (1 + frequency))",
         "(amplitude * (2 - frequency))",
         "masked/test_orders.py",
@@ -425,8 +482,8 @@ BUGS = [
     Bug(
         "a sample of a trace is every n-th token",
         "cspd/heads/calibration.py",
-        "which = torch.randperm(len(self.seed), generator=torch.Generator().manual_seed(0))[:num].sort().values",
-        "which = torch.arange(0, len(self.seed), max(1, len(self.seed) // num))",
+        "which = torch.randperm(len(self.image), generator=torch.Generator().manual_seed(0))[:num].sort().values",
+        "which = torch.arange(0, len(self.image), max(1, len(self.image) // num))",
         "heads/test_calibrated.py::test_some_tokens_are_of_all_images",
     ),
     Bug(

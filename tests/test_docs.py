@@ -17,8 +17,9 @@ import site_hooks
 
 from cspd.cli import _parse, main
 from cspd.cli.listing import options_table
+from cspd.continuous.denoisers import DENOISERS
 from cspd.discrete.drafts import DRAFTS
-from cspd.heads.chain import DENOISERS
+from cspd.heads import SAMPLERS
 from cspd.method import METHODS
 from mar.checkpoint import MARS
 
@@ -83,7 +84,7 @@ def commands() -> list[tuple[str, list[str]]]:
 @pytest.fixture
 def registries():
     """Methods and sizes of plug-ins are registered for one test only."""
-    kept = [(registry, dict(registry)) for registry in (DENOISERS, DRAFTS, MARS)]
+    kept = [(registry, dict(registry)) for registry in (DENOISERS, SAMPLERS, DRAFTS, MARS)]
     methods = list(METHODS)
     yield
     METHODS[:] = methods

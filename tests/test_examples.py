@@ -9,16 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from causals import CausalGolden
 from conftest import relative_error
+from heads import GUIDED, LINEAR, Case
 from stores import small_checkpoint
 from toys import counts, distribution, draw, p_value, request_of, toy_models
 
 from cspd import Engine, MARModels, Request, method, register
 from cspd.causal.family import CausalModels
 from cspd.cli import main
+from cspd.continuous.denoisers import DENOISERS
 from cspd.discrete.drafts import DRAFTS
-from cspd.heads.chain import DENOISERS
+from cspd.heads import SAMPLERS, Observer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 DENOISER = ["--plugin", str(EXAMPLES / "own_denoiser.py")]
@@ -27,7 +30,7 @@ DENOISER = ["--plugin", str(EXAMPLES / "own_denoiser.py")]
 @pytest.fixture
 def added(monkeypatch):
     """A function that imports an example, whose method is registered for one test."""
-    registries = [(registry, dict(registry)) for registry in (DENOISERS, DRAFTS)]
+    registries = [(registry, dict(registry)) for registry in (DENOISERS, SAMPLERS, DRAFTS)]
     methods = list(method.METHODS)
 
     def add(name):
@@ -69,6 +72,28 @@ def test_the_denoiser_evaluates_the_unconditional_branch_in_guided_steps(added, 
     request = Request(1, method="early-guidance", guided_share=0.4, cfg=2.0, num_iter=6, num_sampling_steps=30)
     stats = Engine(MARModels(small_mar), max_batch=1, device="cpu").generate(request)[0].stats
     assert (stats.head_calls, stats.head_evaluations) == (6 * 30, 64 * (30 + 12))
+
+
+def test_the_denoiser_needs_no_engine(added):
+    """As a function of a chain it evaluates two branches in the noisiest steps, and is the chain if in all."""
+    added("own_denoiser")
+    own, case, branches = SAMPLERS["early-guidance"].function, Case(LINEAR, GUIDED, 30, 2.0), []
+
+    class Branches(Observer):
+        def evaluated(self, chain, step, x, out):
+            branches.append(len(out.raw))
+
+    chain = case.chain(5, 1, Branches())
+    own(chain, guided_share=0.4)
+    assert branches == [2] * 12 + [1] * 18
+    assert chain.tally.of_rows(5).tolist() == [[30] * 5, [30 + 12] * 5]
+    assert torch.equal(own(case.chain(5, 1), guided_share=1.0), case.ancestral(5, 1))
+
+
+def test_the_denoiser_is_a_method_of_both_kinds_of_heads(added):
+    added("own_denoiser")
+    families = {each.family for each in method.METHODS if each.name == "early-guidance"}
+    assert families == {"MAR", CausalModels.family}
 
 
 def test_the_solver_approaches_heun(added):

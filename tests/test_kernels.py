@@ -31,8 +31,10 @@ from cspd import Engine, MARModels, Request, VQModels, kernels, noise
 from cspd.device import Precision
 from cspd.discrete import drafts, jacobi
 from cspd.graphs import compiled
-from cspd.heads import calibrated, chain
-from cspd.heads.calibrated import Segment
+from cspd.heads import chain
+from cspd.heads.calibrated import Segment, follow
+from cspd.heads.chain import Chain, Inputs
+from cspd.heads.samplers import ancestral
 from cspd.heads.speculative import PASSES, Chains
 from mar import model as mar_model
 from mar.checkpoint import MARS
@@ -321,10 +323,13 @@ def launched(work: Callable[..., Tensor | None], *inputs: Any) -> int:
     return len(launches) + len(operations)
 
 
+def chain_of(head: Head, num_steps: int) -> Chain:
+    inputs = Inputs(Z, ROW, ROW, CHAIN, CHAIN)
+    return Chain(head, head.schedule(num_steps), inputs, noise, Precision("fp32", META))
+
+
 def of_steps(head: Head, num_steps: int) -> int:
-    return launched(
-        chain.drawing(head, noise, head.schedule(num_steps), Precision("fp32", META)), Z, ROW, ROW, CHAIN, CHAIN
-    )
+    return launched(lambda: ancestral(chain_of(head, num_steps)))
 
 
 def of_windows(head: Head, num_calls: int) -> int:
@@ -332,8 +337,7 @@ def of_windows(head: Head, num_calls: int) -> int:
     with META:
         columns = torch.empty(1), torch.empty(1, 1, 1), torch.empty(1, 1, 1), torch.empty(2, 3)
     plan = [Segment(num_calls - 1 - i, *columns, i % 2 == 0) for i in range(num_calls)]
-    draw = calibrated.drawing(head, noise, plan, head.schedule(num_calls), Precision("fp32", META))
-    return launched(draw, Z, ROW, ROW, CHAIN, CHAIN)
+    return launched(lambda: follow(chain_of(head, num_calls), plan))
 
 
 def rounds_of(head: Head) -> Chains:
@@ -373,7 +377,7 @@ LATE = MAR | {"first_timestep": 950}
 VQ = {"cfg": 2.0, "temperature": 1.0, "top_k": 3, "top_p": 1.0}
 LATE_READ = {"cspd/device.py array": 1}  # of what a round before left
 CHAINS = {"cspd/device.py array": 6}  # of an iteration: one of each launch, late
-LENGTHS = {"cspd/heads/solvers.py denoise_frequency_weighted": 1}  # of chains, which make the shapes of what follows
+LENGTHS = {"cspd/heads/samplers.py frequency_weighted": 1}  # of chains, which make the shapes of what follows
 COMPARE = {"cspd/masked/cspd.py _speculate": 2, "cspd/heads/verify.py first_accepted": 1}
 
 

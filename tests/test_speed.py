@@ -14,7 +14,7 @@ import cspd
 from cspd import Request, speed
 from cspd.cli import main, sample
 from cspd.cli.sample import sample_to_folder
-from cspd.heads import tuning
+from cspd.continuous import tuning
 from cspd.models import bundled
 from cspd.request import Inpainting
 from cspd.runs import WORTH, speed_line

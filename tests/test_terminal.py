@@ -13,11 +13,11 @@ import time
 
 import launching
 import pytest
-from cspd.heads.tuning import Costs
 from stores import small_checkpoint
 
 from cspd import terminal
 from cspd.cli import main
+from cspd.continuous.tuning import Costs
 from cspd.method import PLAIN
 from cspd.terminal import (
     MOST_LISTED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cspd.causal.models import TIME_FACTOR, euler_maruyama
+from cspd.causal.models import TIME_FACTOR, head_chain
 
 
 class VelocityHead(torch.nn.Module):
@@ -19,7 +19,7 @@ class VelocityHead(torch.nn.Module):
         self.channels = self.width = self.cond_dim = self.means.shape[1]
 
     def schedule(self, num_steps):
-        return euler_maruyama(num_steps, self.binary)
+        return head_chain(num_steps, self.binary)
 
     def ready(self):
         return self

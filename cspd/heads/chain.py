@@ -509,7 +509,7 @@ class Chain:
     def expect(self, calls: Sequence[tuple[Step, bool]]) -> None:
         """Announces head calls, as (step, guided), so that their modulations are computed together.
 
-        A call that was not announced is followed, it is supposed, by calls at all later steps, guided as it is.
+        A call of `steps` that was not announced is followed, it is supposed, by all later steps, guided as it is.
         """
         timesteps = [step.timestep for step, _ in calls]
         branches = [len(self.z) if is_guided else 1 for _, is_guided in calls]
@@ -525,7 +525,10 @@ class Chain:
         """The head and the modulations of a call, which is counted: for samplers that look inside the head."""
         branches = len(self.z) if guided else 1
         if not self._expected or self._expected[0] != (step.timestep, branches):
-            self.expect([(later, guided) for later in self.steps[step.index :]])
+            following = self.steps[step.index :]
+            if following[:1] != [step]:  # a call of `calls_at`
+                following = [step]
+            self.expect([(each, guided) for each in following])
         self._expected.popleft()
         self.tally.calls += 1
         self.tally.evaluations += branches

@@ -7,14 +7,14 @@ import shutil
 
 import numpy as np
 import pytest
-from cspd.heads.tuning import Costs
 from matplotlib import colormaps
 from PIL import Image
 from stores import small_checkpoint
 
 from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
-from cspd.heads import tuning
+from cspd.continuous import tuning
+from cspd.continuous.tuning import Costs
 
 QUICK = ["--num-iter", "2", "--num-sampling-steps", "6", "--cfg", "1"]
 FILES = checkpoint_files("digits32")

@@ -21,10 +21,10 @@ from cspd.cli import main
 from cspd.comparison import report as comparison_report
 from cspd.comparison.compare import _add_verdicts, speed_of
 from cspd.comparison.study import COSTS, Chunk, Configuration, configurations, named_entries
+from cspd.continuous.rows import run_plain_round
 from cspd.evaluation import metrics
 from cspd.evaluation.metrics import SPACES, ClassifierExtractor, load_classifier, load_reference
 from cspd.evaluation.scores import NORMAL, Score, around, energy_test, holm, wilson
-from cspd.heads import chain
 from cspd.request import to_pil
 
 
@@ -258,7 +258,7 @@ def test_a_wrong_sampler_has_a_small_p(digits, tmp_path, monkeypatch):
         asked = [sequence.request for sequence in batch]
         for sequence in batch:
             sequence.request = dataclasses.replace(sequence.request, temperature=0.3)
-        finished = chain.run_plain_round(runner, batch, watch)
+        finished = run_plain_round(runner, batch, watch)
         for sequence, request in zip(batch, asked):
             sequence.request = request
         return finished

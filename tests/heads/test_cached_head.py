@@ -9,17 +9,19 @@ from conftest import relative_error
 from lazy import QUICK, engine, started, toy_model  # noqa: F401 - a fixture
 
 from cspd import Request
-from cspd.heads import chain, solvers
+from cspd.continuous.denoisers import DENOISERS
+from cspd.continuous.rows import Densities
 from cspd.heads.chain import modulation_size
+from cspd.heads.samplers import evaluated_calls
 from mar.head import ReadyHead, schedule
 
 
 def test_the_steps_that_evaluate_the_blocks():
     """The first tenth, rounded up, the next one, and from there on every `reuse`-th."""
     expected = [*range(10), 10, 18, 26, 34, 42, 50, 58, 66, 74, 82, 90, 98]
-    assert solvers.evaluated_calls(100, 8).tolist() == expected
-    assert solvers.evaluated_calls(12, 5).tolist() == [0, 1, 2, 7]
-    assert solvers.evaluated_calls(2, 8).tolist() == [0, 1]
+    assert evaluated_calls(100, 8).tolist() == expected
+    assert evaluated_calls(12, 5).tolist() == [0, 1, 2, 7]
+    assert evaluated_calls(2, 8).tolist() == [0, 1]
 
 
 def chains(model, cfg=2.0, steps=23, **settings):
@@ -29,6 +31,12 @@ def chains(model, cfg=2.0, steps=23, **settings):
     rows = runner.rows(batch, [5, 0, 11], [3, 1, 4])
     with torch.inference_mode():
         return runner, rows, runner.conditions(batch, rows)
+
+
+def denoised(name, runner, rows, z):
+    """What a sampler draws, and the densities of its chains."""
+    seen = Densities(len(rows.seed), runner.config.token_dim, runner.device)
+    return DENOISERS[name].denoise(runner, "target", rows, z, observers=(seen,)), seen
 
 
 def through_blocks(head, h, y):
@@ -47,7 +55,7 @@ def test_tokens_are_those_of_the_formula(cfg, per_table, model, monkeypatch):
     if per_table:
         size = 4 * (3 * len(model.head.res_blocks) + 2) * model.head.width * z[..., 0].numel()
         monkeypatch.setattr("cspd.heads.chain.MODULATION_BYTES", per_table * size)
-    made = solvers.denoise_cached(runner, "target", rows, z, densities=True)
+    made, seen = denoised("cached", runner, rows, z)
 
     head, s = model.head, schedule(23, 950)
     x = runner.noise.initial(rows.seed, rows.position, head.channels)
@@ -81,8 +89,8 @@ def test_tokens_are_those_of_the_formula(cfg, per_table, model, monkeypatch):
                 x = x + rows.temperature * log.exp() * noise
                 log_sigma += (log + rows.temperature.log()).sum(-1)
     assert relative_error(made.tokens, x) < 1e-4
-    assert relative_error(made.log_sigma, log_sigma) < 1e-4
-    assert made.head_calls == 7 and made.calls.tolist() == [7] * 8
+    assert relative_error(seen.log_sigma, log_sigma) < 1e-4
+    assert made.head_calls.tolist() == [7] * 3 and made.calls.tolist() == [7] * 8
     assert made.evaluations.tolist() == [7 * len(z)] * 8
 
 
@@ -98,19 +106,19 @@ def test_tables_are_small_however_many_steps_reuse_them(model, monkeypatch):
         return made
 
     monkeypatch.setattr(model.head, "modulations", counted)
-    solvers.denoise_cached(runner, "target", rows, z)
+    DENOISERS["cached"].denoise(runner, "target", rows, z)
     assert max(tables) <= size
 
 
 @pytest.mark.parametrize("cfg", [1.0, 2.0])
 def test_without_reuse_it_is_the_ancestral_chain(cfg, model):
     runner, rows, z = chains(model, cfg, reuse=1)
-    cached = solvers.denoise_cached(runner, "target", rows, z, densities=True)
-    full = chain.denoise_ancestral(runner, "target", rows, z, densities=True)
-    for name in ("tokens", "log_sigma", "log_sigma_last"):
-        assert relative_error(getattr(cached, name), getattr(full, name)) < 1e-4
-    assert (cached.head_calls, cached.calls.tolist()) == (full.head_calls, full.calls.tolist())
-    assert cached.evaluations.tolist() == full.evaluations.tolist()
+    (cached, seen), (full, of_full) = (denoised(name, runner, rows, z) for name in ("cached", "ancestral"))
+    assert relative_error(cached.tokens, full.tokens) < 1e-4
+    for name in ("log_sigma", "log_sigma_last"):
+        assert relative_error(getattr(seen, name), getattr(of_full, name)) < 1e-4
+    for name in ("head_calls", "calls", "evaluations"):
+        assert getattr(cached, name).tolist() == getattr(full, name).tolist()
 
 
 def test_blocks_are_evaluated_as_often_as_reported(model, monkeypatch):
@@ -118,5 +126,5 @@ def test_blocks_are_evaluated_as_often_as_reported(model, monkeypatch):
     through_blocks = ReadyHead.through_blocks
     monkeypatch.setattr(ReadyHead, "through_blocks", lambda *args: calls.append(0) or through_blocks(*args))
     (output,) = engine(model).generate([Request(0, **QUICK)])
-    assert len(calls) == output.stats.head_calls == 16 * len(solvers.evaluated_calls(4, 8))
+    assert len(calls) == output.stats.head_calls == 16 * len(evaluated_calls(4, 8))
     assert output.stats.guarantee == "heuristic"

@@ -10,15 +10,16 @@ import json
 import numpy as np
 import pytest
 import torch
-from heads import CENTRES, FP32, LINEAR, ONE_GAUSSIAN, Case, MixtureHead
+from heads import CENTRES, CHANNELS, FP32, LINEAR, ONE_GAUSSIAN, Case, MixtureHead
 from stores import small_checkpoint
 from torch.distributions import Normal, kl_divergence
 
 from cspd import Engine, MARModels, Request, load, noise
 from cspd.cli import bench, main
-from cspd.heads.calibrated import Audit, Shortcut, fit_shortcut, plan_of, plans, sample
-from cspd.heads.calibration import PARTS, REPORTED, Trace, ratio_over_images, trace
-from cspd.heads.chain import evaluate
+from cspd.continuous.tuning import PARTS, REPORTED, trace
+from cspd.heads.calibrated import Audit, Shortcut, fit_shortcut, follow, plan_of, plans
+from cspd.heads.calibration import Trace, joined, ratio_over_images
+from cspd.heads.chain import Chain, evaluate
 from cspd.masked.runner import MARRunner
 from cspd.request import RoundStats
 from cspd.runs import MEASURED, measured, measured_lines
@@ -43,22 +44,20 @@ def shortcut(case, predictor, head_calls, null_every=1):
 
 def images_of(case, num, tokens, seed):
     """A trace of `num` images, each of `tokens` tokens and with a seed of its own."""
-    parts = [case.trace(tokens, seed + i) for i in range(num)]
-    return Trace(*(torch.cat(of_all, dim=max(0, of_all[0].dim() - 2)) for of_all in zip(*parts)))
+    return joined([case.trace(tokens, seed + i) for i in range(num)])
 
 
-def draw(case, plan, rows, seed, visit=None):
+def draw(case, plan, rows, seed, *observers):
     """Tokens [rows, d] by a plan, with the noise of `case.ancestral(rows, seed)`."""
-    _, _, *inputs = case.rows(rows, seed)
-    return sample(case.head, *inputs, *case.noise(rows, seed), plan, case.schedule, FP32, visit)
+    return follow(case.chain(rows, seed, *observers), plan)
 
 
 def audit_of(plan, rows, seed, rate):
     """The audit of a run of `CASE` that evaluates the head at a share `rate` of its steps, and the run's tokens."""
-    seeds, position, *inputs = CASE.rows(rows, seed)
-    chosen = noise.step_accept_uniforms(seeds, position, STEPS) < rate
-    audit = Audit(HEAD, *inputs, plan, CASE.schedule, FP32, chosen, rate)
-    return audit, draw(CASE, plan, rows, seed, visit=audit)
+    inputs = CASE.inputs(rows, seed)
+    chosen = noise.step_accept_uniforms(inputs.seed, inputs.position, STEPS) < rate
+    audit = Audit(HEAD, inputs, CASE.schedule, FP32, chosen, rate)
+    return audit, draw(CASE, plan, rows, seed, audit)
 
 
 def call(z, k, x, scale):
@@ -79,8 +78,8 @@ def gaussian(k, x, eps, v):
 
 def step_by_step(steps, predictor, corrections, null_every, rows, seed):
     """The sampler as papers write one: every step by itself, and KL(q || p) [rows] of its path."""
-    _, _, z, scale, _ = CASE.rows(rows, seed)
-    x, eps_of = CASE.noise(rows, seed)
+    z, scale, _, *names = CASE.inputs(rows, seed)
+    x, eps_t = noise.initial(*names, CHANNELS), noise.steps(*names, torch.arange(STEPS), CHANNELS)
     divergence, calls = torch.zeros(rows), 0
     for k in reversed(range(STEPS)):
         eps_full, v_full = call(z, k, x, scale)
@@ -106,7 +105,7 @@ def step_by_step(steps, predictor, corrections, null_every, rows, seed):
             return mean, divergence
         p = gaussian(k, x, eps_full, v_full)
         divergence = divergence + kl_divergence(Normal(mean, q.scale), p).sum(-1)
-        x = mean + q.scale * eps_of(torch.tensor([k]))[0]
+        x = mean + q.scale * eps_t[k]
     raise AssertionError("a chain ends at step 0")
 
 
@@ -164,11 +163,13 @@ def test_more_calls_come_nearer_and_the_measured_values_hold_for_other_tokens(pr
 def test_some_tokens_are_of_all_images():
     """Tokens of 16 images, one of each in turn, as causal models trace them."""
     of_token = torch.zeros(1024, 1)
-    seed = torch.arange(16).repeat(64)
-    chains = Trace(*[of_token[None]] * 3, of_token, of_token[None], seed, seed, of_token, of_token)
+    image = torch.arange(16).repeat(64)
+    of_step = of_token[None]
+    chains = Trace(of_step, of_step, of_step, of_token, of_step, of_token, of_token, of_step, image)
     some = chains.some(128)
-    assert len(some.seed) == 128 and len(some.seed.unique()) == 16 and some.x.shape == (1, 128, 1)
-    assert len(chains.some(5000).seed) == 1024
+    assert len(some.image) == 128 and len(some.image.unique()) == 16
+    assert some.x.shape == some.noise.shape == (1, 128, 1)
+    assert len(chains.some(5000).image) == 1024
 
 
 def test_the_standard_error_is_that_of_images_and_not_of_tokens():
@@ -194,7 +195,7 @@ def test_reports_rest_on_images_that_chose_nothing(small_mar):
     seeds = {}
     for part in PARTS:
         made = trace(small_mar, request, CPU, FP32, MARRunner, part)
-        seeds[part] = set(made.seed.tolist())
+        seeds[part] = set(made.image.tolist())
     assert len(seeds[REPORTED]) == 16 and len(set.union(*seeds.values())) == sum(map(len, seeds.values()))
 
 
@@ -243,13 +244,11 @@ def test_ten_calls_of_the_bundled_model_are_near_and_spread_as_wide(tmp_path, mo
     fitted, predictor = calibrations.shortcut(request), calibrations.predictor(request)
     assert fitted.difference < 0.06 and fitted.corrections.any()
     other = trace(model, request.but(num_sampling_steps=100), CPU, FP32, MARRunner, REPORTED)
-    x = noise.initial(other.seed, other.position, 16)
-    eps = lambda t: noise.steps(other.seed, other.position, t, 16)  # noqa: E731
     errors, spreads = [], []
     for each in (fitted, without_corrections(fitted)):
         plan = each.segments(schedule(100), predictor, request.null_every, CPU)
         with torch.inference_mode():
-            tokens = sample(model.head, other.z, other.scale, other.temperature, x, eps, plan, schedule(100), FP32)
+            tokens = follow(Chain(model.head, schedule(100), other.inputs, other, FP32), plan)
         errors.append((tokens - other.tokens).square().mean())
         spreads.append((tokens.std(0) / other.tokens.std(0)).mean())
     assert errors[0] < 0.9 * errors[1] and abs(spreads[0] - 1) < 0.01
@@ -298,7 +297,7 @@ def test_the_fit_leaves_out_chains_that_are_not_finite():
     found = chains._replace(x=x, eps=eps, tokens=tokens).finite()
     others = [i for i in range(64) if i not in (7, 60, 61)]
     for name, values in chains._asdict().items():
-        right = values[:, others] if name in ("x", "eps", "v", "z") else values[others]
+        right = values[:, others] if name in ("x", "eps", "v", "z", "noise") else values[others]
         assert torch.equal(getattr(found, name), right), name
 
 

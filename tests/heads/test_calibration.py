@@ -14,18 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cspd.heads.tuning import Calibrations
 from heads import FP32, LINEAR, ONE_GAUSSIAN, SIXTY, Case, fitted_mixture  # noqa: F401 - a fixture
 from toys import CPU
 
 import cspd
 from cspd import Request, files, terminal
+from cspd.continuous import tuning
+from cspd.continuous.tuning import Calibrations, trace
 from cspd.device import Precision
 from cspd.files import CALIBRATION, content_hash, user_cache
 from cspd.graphs import programs_folder
 from cspd.heads import tuning
 from cspd.heads.calibrated import HEAD_CALLS, Predictor, Shortcut
-from cspd.heads.calibration import WINDOWS, fit, trace
+from cspd.heads.calibration import WINDOWS, fit
 from cspd.masked.runner import MARRunner
 from cspd.models import bundled
 from mar.head import schedule

@@ -1,25 +1,25 @@
 """Whole chains: the ancestral chain has the distribution that its head defines, and a chain is one graph."""
 
 import contextlib
+import functools
 
 import numpy as np
 import pytest
 import torch
 from causals import CausalGolden
 from conftest import relative_error
-from cspd.heads.solvers import solve
 from graphs import replayed
-from heads import FP32, Case, MixtureHead, gaussian_moments
+from heads import FP32, Case, Given, MixtureHead, gaussian_moments
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cspd import CausalModels, Engine, MARModels, Request, noise
 from cspd.device import Precision
-from cspd.heads import calibrated
-from cspd.heads import chain as heads_chain
-from cspd.heads.calibrated import Predictor, make_segments
-from cspd.heads.calibration import frozen
-from cspd.heads.chain import ancestral, modulation_size
-from mar.head import Head, schedule
+from cspd.heads.calibrated import Predictor, follow, make_segments
+from cspd.heads.calibration import Recorder, frozen
+from cspd.heads.chain import Chain, Inputs, modulation_size
+from cspd.heads.samplers import ancestral, solve
+from mar.head import Head, ReadyHead, schedule
 
 CPU = torch.device("cpu")
 MEANS = torch.tensor([[[1.0]], [[-0.5]]]) * torch.linspace(0.5, 1.5, 8)  # z, the unconditional branch second
@@ -47,9 +47,8 @@ def test_tokens_of_a_linear_head_have_the_exact_mean_and_variance(scale, num_ste
     head = MixtureHead(torch.zeros(1, 8), (scale,))
     case = Case(head, MEANS if guidance else MEANS[:1], num_steps, guidance or 1.0, tau)
     g, num = torch.Generator().manual_seed(0), 25_000
-    _, _, *rows = case.rows(num, seed=0)
-    eps = lambda t: torch.randn(len(t), num, 8, generator=g)  # noqa: E731
-    tokens = ancestral(head, *rows, torch.randn(num, 8, generator=g), eps, case.schedule, FP32).double()
+    given = Given(torch.randn(num, 8, generator=g), torch.randn(num_steps, num, 8, generator=g))
+    tokens = ancestral(case.chain(num, seed=0, noise=given)).double()
     mean, var = gaussian_moments(case)
     assert ((tokens.mean(0) - mean).abs() < 4 * (var / num) ** 0.5).all()
     measured = (tokens - mean).square().mean().item()
@@ -58,39 +57,36 @@ def test_tokens_of_a_linear_head_have_the_exact_mean_and_variance(scale, num_ste
 
 @pytest.fixture
 def chain(small_mar, mar_golden):
-    """Runs a guided chain of the golden head over six rows; keywords replace its settings."""
+    """Makes a guided chain of 100 steps of the golden head over six rows."""
     g = torch.Generator().manual_seed(0)
     masked = mar_golden["backbone.mask"][0].nonzero().squeeze(1)[:6]
-    settings = {
-        "z": torch.stack([mar_golden[f"backbone.{name}"][0, masked] for name in ("z", "z_uncond")]),
-        "scale": torch.linspace(1, 4, 6).unsqueeze(1),
-        "temperature": torch.linspace(0, 1, 6).unsqueeze(1),
-        "x": torch.randn(6, small_mar.config.token_dim, generator=g),
-        "num_steps": 100,
-        "precision": FP32,
-    }
-    eps = torch.randn(settings["num_steps"], *settings["x"].shape, generator=g)
+    z = torch.stack([mar_golden[f"backbone.{name}"][0, masked] for name in ("z", "z_uncond")])
+    scale, temperature = torch.linspace(1, 4, 6).unsqueeze(1), torch.linspace(0, 1, 6).unsqueeze(1)
+    x = torch.randn(6, small_mar.config.token_dim, generator=g)
+    given = Given(x, torch.randn(100, *x.shape, generator=g))
+    names = torch.arange(6)
 
-    def run(**changes):
-        given = {**settings, **changes}
-        return ancestral(small_mar.head, noise=lambda t: eps[t], s=schedule(given.pop("num_steps")), **given)
+    def make(precision=FP32, *observers):
+        inputs = Inputs(z, scale, temperature, names, names)
+        return Chain(small_mar.head, schedule(100), inputs, given, precision, observers=observers)
 
-    return run, settings, eps
+    return make
 
 
 def test_a_guided_chain_is_the_formula(chain, small_mar):
     """DDPM's posterior (arXiv 2006.11239, eq. 7) with the learned variance of arXiv 2102.09672, eq. 15."""
-    run, settings, eps = chain
-    s, x = schedule(settings["num_steps"]), settings["x"]
+    own = chain()
+    z, scale, temperature, *_ = own.inputs
+    s, x = own.schedule, own.noise.x
     for t in reversed(range(len(s))):
         timestep = torch.full((6,), int(s.timestep_map[t]))
-        (eps_c, v), (eps_u, _) = (small_mar.head(x, timestep, z).chunk(2, dim=-1) for z in settings["z"])
-        guided = eps_u + settings["scale"] * (eps_c - eps_u)
+        (eps_c, v), (eps_u, _) = (small_mar.head(x, timestep, each).chunk(2, dim=-1) for each in z)
+        guided = eps_u + scale * (eps_c - eps_u)
         x0 = s.sqrt_recip_alphas_cumprod[t] * x - s.sqrt_recipm1_alphas_cumprod[t] * guided
         x = s.posterior_mean_coef1[t] * x0 + s.posterior_mean_coef2[t] * x
         log_var = (1 + v) / 2 * np.log(s.betas[t]) + (1 - v) / 2 * s.posterior_log_variance_clipped[t]
-        x = x + (t > 0) * settings["temperature"] * (log_var / 2).exp() * eps[t]
-    assert relative_error(run(), x) < 1e-4
+        x = x + (t > 0) * temperature * (log_var / 2).exp() * own.noise.eps[t]
+    assert relative_error(ancestral(own), x) < 1e-4
 
 
 @pytest.mark.parametrize("given, taken", [(5e-324, 0.0), (1e-31, 0.0), (1e-6, 1e-6)])
@@ -106,35 +102,33 @@ def test_noise_that_float32_loses_is_no_noise(given, taken, small_mar):
 
 @pytest.mark.parametrize("per_table", [1, 7])
 def test_splitting_the_table_of_modulations_changes_nothing(per_table, chain, small_mar, monkeypatch):
-    run, settings, _ = chain
-    whole, parts = run(), []
-    num_rows = settings["z"][..., 0].numel()
+    whole, parts = ancestral(chain()), []
+    num_rows = chain().z[..., 0].numel()
     monkeypatch.setattr("cspd.heads.chain.MODULATION_BYTES", per_table * modulation_size(small_mar.head) * num_rows)
     layer = small_mar.head.final_layer.adaLN_modulation[1]
     hook = layer.register_forward_hook(lambda layer, inputs, made: parts.append(made[..., 0].numel() // num_rows))
-    split = run()
+    split = ancestral(chain())
     hook.remove()
-    assert max(parts) == per_table and sum(parts) == settings["num_steps"]
+    assert max(parts) == per_table and sum(parts) == 100
     assert relative_error(split, whole) < 1e-4
 
 
 def test_bf16_keeps_the_first_step_in_float32(chain):
     """There rounding grows 316 times."""
-    run, _, _ = chain
-    assert 0 < relative_error(run(precision=Precision("bf16", CPU)), run()) < 0.05
+    assert 0 < relative_error(ancestral(chain(Precision("bf16", CPU))), ancestral(chain())) < 0.05
 
 
-def test_bf16_keeps_the_first_call_of_calibrated_in_float32(chain, small_mar):
+def test_bf16_keeps_the_first_call_of_calibrated_in_float32(chain, monkeypatch):
     """Its weights, and the mode of matrix products, which differs on GPUs only."""
-    _, settings, eps = chain
-    given = {**settings, "s": schedule(settings["num_steps"]), "noise": lambda t: eps[t]}
-    num_steps = given.pop("num_steps")
-    coefficients, drift = frozen(given["s"])
+    num_steps = len(chain())
+    coefficients, drift = frozen(chain().schedule)
     predictor = Predictor(coefficients, drift, np.zeros_like(drift))
     plan = (num_steps - 1, num_steps - 2, 80, 50, 20, 5, 0)
-    segments = make_segments(plan, given["s"], predictor, np.zeros((len(plan), 2)), 1, CPU)
+    segments = make_segments(plan, chain().schedule, predictor, np.zeros((len(plan), 2)), 1, CPU)
 
     class Recording(Precision):
+        mode = "none"
+
         def full(self):
             return self.recorded("full")
 
@@ -143,52 +137,45 @@ def test_bf16_keeps_the_first_call_of_calibrated_in_float32(chain, small_mar):
 
         @contextlib.contextmanager
         def recorded(self, mode):
-            self.mode = mode
+            before, self.mode = self.mode, mode
             yield
+            self.mode = before
+
+    denoise = ReadyHead.denoise
 
     def states(policy):
         """The state at each call, and the modes of the calls."""
-        precision = given["precision"] = Recording(policy, CPU)
-        found = []
-        visit = lambda i, sources, v: found.append((sources[0], precision.mode))  # noqa: E731
-        calibrated.sample(small_mar.head, **given, segments=segments, visit=visit)
-        return zip(*found)
+        precision, recorder, modes = Recording(policy, CPU), Recorder(), []
+        monkeypatch.setattr(ReadyHead, "denoise", lambda *call: modes.append(precision.mode) or denoise(*call))
+        with precision.fast():
+            follow(chain(precision, recorder), segments)
+        return [x for x, _, _ in recorder.states], modes
 
     (exact, _), (rounded, modes) = states("fp32"), states("bf16")
     is_same = [torch.equal(*pair) for pair in zip(exact, rounded)]
     assert is_same == [True, True] + [False] * (len(plan) - 2)  # the second state follows from the first call
-    assert modes == ("full",) + ("fast",) * (len(plan) - 1)
+    assert modes == ["full"] + ["fast"] * (len(plan) - 1)
 
 
 # ---- Chains as functions of tensors: nothing is read on the CPU and no shape comes from data, so graphs can have them
 
 
 ROWS, TOKEN, STEPS = 5, 4, 6
-OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9)
 
 
-def by_segments(head, precision):
+def by_segments(chain):
     coefficients, drift = frozen(schedule(STEPS))
     predictor = Predictor(coefficients, drift, np.zeros_like(drift))
-    plan = make_segments(
-        (5, 3, 2, 1, 0), schedule(STEPS), predictor, np.zeros((5, 2)), 3, CPU
-    )  # the third: no unconditional branch
-    return calibrated.drawing(head, noise, plan, schedule(STEPS), precision)
+    plan = make_segments((5, 3, 2, 1, 0), schedule(STEPS), predictor, np.zeros((5, 2)), 3, CPU)
+    return follow(chain, plan)  # its third call has no unconditional branch
 
 
-def by_solver(head, precision):
-    def draw(z, scale, temperature, seed, position):
-        x = noise.initial(seed, position, TOKEN)
-        return solve(head, z, scale, x, schedule(STEPS), 1, precision)
-
-    return draw
+SAMPLED = {"ancestral": ancestral, "calibrated": by_segments, "solver": functools.partial(solve, order=1)}
 
 
-CHAINS = {
-    "ancestral": lambda head, precision: heads_chain.drawing(head, noise, schedule(STEPS), precision),
-    "calibrated": by_segments,
-    "solver": by_solver,
-}
+def drawing(name, head, precision):
+    """A function of tensors that draws tokens."""
+    return lambda *inputs: SAMPLED[name](Chain(head, schedule(STEPS), Inputs(*inputs), noise, precision))
 
 
 @pytest.fixture(scope="module")
@@ -207,25 +194,23 @@ def inputs(seed):
     return z, scale, torch.ones(ROWS, 1), torch.arange(ROWS) + 2**40 + seed, torch.arange(ROWS)
 
 
-@pytest.mark.skipif(OLD, reason="torch 2.6 does not trace the weak dictionary of Precision, 2.9 does")
 @pytest.mark.parametrize("policy", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 @pytest.mark.parametrize("chain", ["ancestral", "calibrated"])
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_a_chain_is_traced_in_one_piece(chain, policy, head):
-    draw = CHAINS[chain](head, Precision(policy, CPU))
-    expected = draw(*inputs(1))
-    traced = torch.compile(draw, fullgraph=True, backend="eager")
+    draw = drawing(chain, head, Precision(policy, CPU))
+    expected = draw(*inputs(1))  # it also makes what is made once: nothing of the tracer's is kept
+    traced = make_fx(draw, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs(2))
     assert torch.equal(traced(*inputs(1)), expected)
 
 
 @pytest.mark.parametrize("chain", ["ancestral", "calibrated"])
 def test_a_chain_is_replayed_on_other_inputs(chain, head):
-    draw, graphs = CHAINS[chain](head, Precision("bf16", CPU)), replayed()
+    draw, graphs = drawing(chain, head, Precision("bf16", CPU)), replayed()
     for seed in (1, 2, 1):
         assert torch.equal(graphs.run("chain", draw, *inputs(seed)), draw(*inputs(seed)))
 
 
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("chain", SAMPLED)
 def test_only_one_part_of_the_modulations_is_in_memory(chain, head, monkeypatch):
     """They are the largest tensors of a chain: those of earlier calls are freed before more are computed."""
     made, alive = [], []
@@ -237,7 +222,7 @@ def test_only_one_part_of_the_modulations_is_in_memory(chain, head, monkeypatch)
 
     hook = head.final_layer.adaLN_modulation[1].register_forward_hook(count)
     with torch.inference_mode():
-        CHAINS[chain](head, FP32)(*inputs(1))
+        drawing(chain, head, FP32)(*inputs(1))
     hook.remove()
     assert len(made) > 4 and max(alive) == 0
 

@@ -141,10 +141,10 @@ def by_hand(case: Case, draft: Calibration, window: int, rows: int, seed: int):
     Drafts are calibrated, and the residual is drawn by mirroring first: see `cspd.heads.verify.resample`.
     """
     s, last = schedule(case.num_steps), case.num_steps - 1
-    seeds, position, z, *_ = case.rows(rows, seed)
+    z, _, _, seeds, position = case.inputs(rows, seed)
     every = torch.arange(rows)
-    x, noise = case.noise(rows, seed)
-    eps_t = noise(torch.arange(case.num_steps)).double()
+    x = cspd_noise.initial(seeds, position, CHANNELS)
+    eps_t = cspd_noise.steps(seeds, position, torch.arange(case.num_steps), CHANNELS).double()
     uniform = cspd_noise.uniform(seeds, Purpose.ACCEPT, position, num=case.num_steps).double()
     t_embed = case.head.time_embed(torch.as_tensor(s.timestep_map))
 

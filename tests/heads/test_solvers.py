@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import relative_error
-from cspd.heads.solvers import chain_lengths, solve
-from heads import FP32, MixtureHead
+from heads import FP32, Given, MixtureHead, Watching
 
 from cspd import Engine, MARModels, Request, noise
+from cspd.continuous.denoisers import DENOISERS
+from cspd.continuous.rows import Densities
 from cspd.heads.calibrated import plan_of
-from cspd.heads.chain import DENOISERS, ancestral
+from cspd.heads.chain import Chain, Inputs
+from cspd.heads.samplers import ancestral, chain_lengths, solve
 from cspd.masked.orders import cosine
 from cspd.request import Sequence
 from mar.head import respaced, schedule
@@ -65,6 +67,11 @@ def initial_noise(engine, rows):
     return noise.initial(rows.seed, rows.position, engine.runner.config.token_dim)
 
 
+def chain_of(engine, rows, z, s, *observers):
+    """The rows' chain, as samplers are given it."""
+    return Chain(engine.runner.target.head, s, rows.inputs(z), noise, FP32, observers=observers)
+
+
 def test_rows_of_any_iteration_have_ancestral_chains_of_its_length(engine):
     """Also if a sequence's rows are of several iterations, as CSpD's are; each row equals its chain alone."""
     runner, dim = engine.runner, engine.runner.config.token_dim
@@ -72,7 +79,8 @@ def test_rows_of_any_iteration_have_ancestral_chains_of_its_length(engine):
     batch = started(engine, *(Request(i, i, num_iter=num_iter, **settings) for i, num_iter in enumerate((4, 9, 6))))
     rows = runner.rows(batch, committed=[0, 20, 30], counts=[40, 3, 30])
     z = torch.randn(2, len(rows.seed), runner.target.head.cond_embed.in_features, generator=torch.manual_seed(0))
-    made = DENOISERS["annealed"].denoise(runner, "target", rows, z, densities=True)
+    seen = Densities(len(rows.seed), dim, runner.device)
+    made = DENOISERS["annealed"].denoise(runner, "target", rows, z, observers=(seen,))
 
     lengths = []
     for sequence, committed, count in zip(batch, rows.committed, rows.counts):
@@ -87,19 +95,11 @@ def test_rows_of_any_iteration_have_ancestral_chains_of_its_length(engine):
     assert relative_error(again.tokens, made.tokens[some]) < 1e-4
     for row in range(0, len(lengths), 7):
         own, s, log_sigmas = rows.at(np.array([row])), schedule(lengths[row], 950), []
-        tokens = ancestral(
-            runner.target.head,
-            z[:, row : row + 1],
-            own.scale,
-            own.temperature,
-            initial_noise(engine, own),
-            lambda t: noise.steps(own.seed, own.position, t, dim),  # noqa: B023
-            s,
-            FP32,
-            lambda t, x, eps, v: log_sigmas.append(s.log_sigma_base[t] + s.log_sigma_slope[t] * v),  # noqa: B023
-        )
+        add = lambda t, x, eps, v: log_sigmas.append(s.log_sigma_base[t] + s.log_sigma_slope[t] * v)  # noqa: B023, E731
+        tokens = ancestral(chain_of(engine, own, z[:, row : row + 1], s, Watching(add)))
         assert relative_error(made.tokens[row], tokens[0]) < 1e-4
-        assert relative_error(made.log_sigma_last[row], log_sigmas[-1][0]) < 1e-4
+        assert relative_error(seen.log_sigma_last[row], log_sigmas[-1][0]) < 1e-4
+        assert relative_error(seen.log_sigma[row], torch.stack(log_sigmas[:-1]).sum()) < 1e-4
 
 
 def test_annealed_images_do_not_depend_on_the_batch(engine):
@@ -127,7 +127,9 @@ def linear_eps(x, timestep):
 
 def solved(order, s, head=LINEAR, x=X):
     """Tokens if z is 0 and nothing is guided."""
-    return solve(head, torch.zeros(1, len(x), 4), torch.ones(len(x), 1), x.float(), s, order, FP32).double()
+    ones, names = torch.ones(len(x), 1), torch.arange(len(x))
+    inputs = Inputs(torch.zeros(1, len(x), 4), ones, ones, names, names)
+    return solve(Chain(head, s, inputs, Given(x.float()), FP32), order).double()
 
 
 def by_the_papers(eps, x, timesteps, order):
@@ -214,8 +216,8 @@ def test_the_planned_grid_is_that_of_calibrated(num_calls, engine):
 
     runner, batch = engine.runner, started(engine, request)
     rows = runner.next_rows(batch)
-    z, x = runner.conditions(batch, rows), initial_noise(engine, rows)
-    expected = solve(runner.target.head, z, rows.scale, x, respaced(np.array(timesteps[::-1])), 1, FP32)
+    s = respaced(np.array(timesteps[::-1]))
+    expected = solve(chain_of(engine, rows, runner.conditions(batch, rows), s), order=1)
     assert relative_error(engine.generate(request)[0].tokens[rows.position], expected) < 1e-4
 
 
@@ -225,16 +227,16 @@ def test_densities_are_the_ancestral_chains(name, order, engine):
     runner, batch = engine.runner, started(engine, Request(1, method=name, head_calls=5, temperature=0.5, cfg=1.0))
     rows = runner.rows(batch, committed=[0], counts=[3])
     z, s, v_of = runner.conditions(batch, rows), schedule(5, 950), []
-    made = DENOISERS[name].denoise(runner, "target", rows, z, densities=True)
-    x = initial_noise(engine, rows)
-    trace = lambda t, x, eps, v: v_of.append(v)  # noqa: E731
-    assert torch.equal(made.tokens, solve(runner.target.head, z, rows.scale, x, s, order, FP32, trace))
+    seen = Densities(3, runner.config.token_dim, runner.device)
+    made = DENOISERS[name].denoise(runner, "target", rows, z, observers=(seen,))
+    watching = Watching(lambda t, x, eps, v: v_of.append(v))
+    assert torch.equal(made.tokens, solve(chain_of(engine, rows, z, s, watching), order))
     log_sigmas = [
         0.5 * ((1 + v) / 2 * np.log(s.betas[t]) + (1 - v) / 2 * s.posterior_log_variance_clipped[t]) + math.log(0.5)
         for t, v in zip((4, 3, 2, 1, 0), v_of)
     ]
-    assert relative_error(made.log_sigma, torch.stack(log_sigmas[:-1]).sum((0, 2))) < 1e-5
-    assert relative_error(made.log_sigma_last, log_sigmas[-1]) < 1e-5
+    assert relative_error(seen.log_sigma, torch.stack(log_sigmas[:-1]).sum((0, 2))) < 1e-5
+    assert relative_error(seen.log_sigma_last, log_sigmas[-1]) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from heads import FP32, Case
 import cspd
 from cspd import Request
 from cspd.checkpoints import checkpoint_files
+from cspd.continuous.rows import run_plain_round
 from cspd.device import Precision
-from cspd.heads.chain import run_plain_round
 from cspd.masked.runner import MARRunner
 from cspd.request import Sequence, Stopwatch
 from mar.checkpoint import load_mar

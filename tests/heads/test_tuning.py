@@ -9,13 +9,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from cspd.heads.tuning import Costs, measure, measured_costs
 from heads import FP32, MIXTURE, Case, fitted_mixture  # noqa: F401 - a fixture
 from toys import CPU
 
 from cspd import files
+from cspd.continuous import tuning
+from cspd.continuous.tuning import Costs, measure, measured_costs
 from cspd.device import Precision
-from cspd.heads import tuning
 from cspd.heads.calibration import WINDOWS
 from cspd.method import GAIN, PLAIN
 
@@ -146,8 +146,8 @@ def test_the_cache_of_costs_has_a_limit(tmp_path, monkeypatch):
 
 
 def test_measured_costs_are_those_of_the_real_head(small_mar, monkeypatch):
-    monkeypatch.setattr("cspd.heads.tuning.ROWS", (1, 4))
-    monkeypatch.setattr("cspd.heads.tuning.REPEATS", 1)
+    monkeypatch.setattr("cspd.continuous.tuning.ROWS", (1, 4))
+    monkeypatch.setattr("cspd.continuous.tuning.REPEATS", 1)
     model = measure(small_mar.head, True, CPU, FP32)
     assert model.rows == [1, 4] and model.inputs == [8, 32]
     for seconds in (model.ancestral, model.start, model.round):

@@ -20,7 +20,7 @@ from scipy import stats
 from velocity import VelocityHead
 
 from cspd.causal.models import LEAST_TO_GO, TIME_FACTOR
-from cspd.heads.calibrated import fit_shortcut, plan_of, sample
+from cspd.heads.calibrated import fit_shortcut, follow, plan_of
 
 ROWS = 6000
 RIGHT = 1e-3  # p-values of correct code are above it
@@ -202,7 +202,6 @@ def test_the_calibrated_sampler_is_near_the_chain_of_the_same_noise():
         traces = case.trace(256, 2**40), case.trace(256, 2**41), case.trace(256, 2**42)
         fitted = fit_shortcut(case.head, *traces, case.schedule, predictor, steps, 1, FP32)
         segments = fitted.segments(case.schedule, predictor, 1, torch.device("cpu"))
-        _, _, *inputs = case.rows(1000, seed=5)
-        tokens = sample(case.head, *inputs, *case.noise(1000, seed=5), segments, case.schedule, FP32)
+        tokens = follow(case.chain(1000, seed=5), segments)
         errors.append((tokens - exact).square().mean().sqrt().item())
     assert errors[0] > errors[1] > errors[2] and errors[2] < 1e-4

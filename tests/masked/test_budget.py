@@ -133,11 +133,11 @@ def test_prices_of_joined_iterations(single, model):
     together = replay.ahead(anchor, K)
     for k in range(anchor + 1, K):
         first = runner.seq_len - int(runner.num_masked(replay.batch[0].request)[k - 1])
-        count = len(chains[k].seed) // len(replay.batch)
+        count = len(chains[k].image) // len(replay.batch)
         ahead = runner.rows(replay.batch, rows.committed, [first + count - committed] * len(replay.batch))
         z = runner.conditions(replay.batch, ahead)[:, ahead.offset >= first - committed]
-        before = sum(len(chains[i].seed) for i in range(anchor + 1, k))
-        assert torch.allclose(together[:, before : before + len(chains[k].seed)], z, atol=1e-4)
+        before = sum(len(chains[i].image) for i in range(anchor + 1, k))
+        assert torch.allclose(together[:, before : before + len(chains[k].image)], z, atol=1e-4)
         nats = of_conditions(model.head, chains[k], z, s, FP32)
         assert prices[1, k - anchor] == pytest.approx(nats.mean().item(), rel=1e-3)
 
@@ -329,7 +329,7 @@ def test_the_audit_finds_the_divergence_of_a_run(rounds, engine, model, monkeypa
     with torch.inference_mode():
         chains = joined(replay.chains(range(K)))
         nats = of_conditions(model.head, chains, torch.cat(z_of_run, dim=1), model.head.schedule(T), FP32)
-    expected = price_of(nats, chains.seed).divergence
+    expected = price_of(nats, chains.image).divergence
     assert found["audit"] == pytest.approx(expected, rel=1e-3) and expected > 0.01
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from cspd import Engine, MARModels, Request
-from cspd.heads.chain import DENOISERS
+from cspd.continuous.denoisers import DENOISERS, of_kind
+from cspd.continuous.rows import Densities
+from cspd.heads.samplers import DIFFUSION
 from cspd.masked.cspd import CSPD
 from cspd.request import Sequence
 from mar.head import ReadyHead
@@ -19,7 +21,10 @@ SETTINGS = {"method": "cspd", "cfg": 2.0, "num_iter": 2, "num_sampling_steps": 1
 DRAFTED, ROUNDS = 4, 1  # tokens of 64
 every_denoiser = pytest.mark.parametrize(
     "chains",
-    [pytest.param(name, marks=() if each.needs == "-" else pytest.mark.slow) for name, each in DENOISERS.items()],
+    [
+        pytest.param(name, marks=() if each.needs == "-" else pytest.mark.slow)
+        for name, each in of_kind(DIFFUSION).items()
+    ],
 )
 
 
@@ -98,8 +103,11 @@ def test_a_model_denoises_alike_as_draft_and_as_target(chains, small_mar, draft)
         with torch.inference_mode():
             engine.runner.admit([sequence])
             rows = engine.runner.rows([sequence], [40], [DRAFTED])
-            made.append(DENOISERS[chains].denoise(engine.runner, name, rows, z, densities=True))
-    as_draft, as_target = made
-    for field in ("tokens", "log_sigma", "log_sigma_last"):
-        assert torch.equal(getattr(as_draft, field), getattr(as_target, field))
-    assert as_draft.log_sigma.shape == (DRAFTED,) and as_draft.log_sigma_last.shape == as_draft.tokens.shape
+            seen = Densities(DRAFTED, small_mar.config.token_dim, engine.runner.device)
+            drawn = DENOISERS[chains].denoise(engine.runner, name, rows, z, observers=(seen,))
+            made.append((drawn.tokens, seen.log_sigma, seen.log_sigma_last))
+    for as_draft, as_target in zip(*made):
+        assert torch.equal(as_draft, as_target)
+    tokens, log_sigma, log_sigma_last = made[0]
+    assert log_sigma.shape == (DRAFTED,) and log_sigma_last.shape == tokens.shape
+    assert log_sigma.any() and log_sigma_last.any()

@@ -12,7 +12,8 @@ import torch
 from toys import SMALL, staggered
 
 from cspd import Engine, MARModels, Request
-from cspd.heads.chain import DENOISERS
+from cspd.continuous.denoisers import DENOISERS, of_kind
+from cspd.heads.samplers import DIFFUSION
 from cspd.masked.backbones import BACKBONES
 from cspd.masked.orders import ORDERS
 from cspd.method import METHODS
@@ -34,7 +35,7 @@ ANY_DENOISER = [name for name in methods_with("denoiser") if name in SAMPLERS]
 FAR = {"order": [*ORDERS][-1], "backbone": [*BACKBONES][-1]}  # far from `ar`
 POINTS = [
     {"order": order, "backbone": backbone, "denoiser": denoiser}
-    for order, backbone, denoiser in itertools.product(ORDERS, BACKBONES, DENOISERS)
+    for order, backbone, denoiser in itertools.product(ORDERS, BACKBONES, of_kind(DIFFUSION))
 ]
 
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import relative_error
-from cspd.heads.solvers import highest, importance, num_early
 from toys import staggered
 
 from cspd import Engine, MARModels, Request, noise
+from cspd.continuous.rows import num_early
+from cspd.heads.samplers import highest, importance
 from cspd.masked.orders import ORDERS, colours, halton_cells, largest, timetable, two_stages
 from mar.model import MAR
 
