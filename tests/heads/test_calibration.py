@@ -24,7 +24,6 @@ from cspd.continuous.tuning import Calibrations, trace
 from cspd.device import Precision
 from cspd.files import CALIBRATION, content_hash, user_cache
 from cspd.graphs import programs_folder
-from cspd.heads import tuning
 from cspd.heads.calibrated import HEAD_CALLS, Predictor, Shortcut
 from cspd.heads.calibration import WINDOWS, fit
 from cspd.masked.runner import MARRunner
