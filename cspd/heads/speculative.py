@@ -575,7 +575,7 @@ def resolve(request: Request, runner: ContinuousRunner) -> Request:
     """The request with the fastest window for it on this device, if it does not have a window."""
     if request.window is not None:
         return request
-    return request.but(**runner.tuning.choice(request, runner.num_slots).config)
+    return request.but(**runner.tuning.choice(request, runner.at_once).config)
 
 
 @denoiser(
