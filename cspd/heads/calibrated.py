@@ -720,14 +720,6 @@ def resolve(request: Request, runner: ContinuousRunner) -> Request:
     return request
 
 
-def at_hand(request: Request, runner: ContinuousRunner) -> tuple[Request, float] | None:
-    """A checked request with the usual number of head calls, and its `Shortcut.difference`; None if it needs a fit."""
-    calibrations = runner.tuning.calibrations["target"]
-    usual = request.but(head_calls=min(HEAD_CALLS, request.num_sampling_steps))
-    shortcut = calibrations.find(usual, Shortcut) if calibrations.find(usual, Predictor) else None
-    return None if shortcut is None else (usual, shortcut.difference.item())
-
-
 class _Fitted:
     """The segments of a model's plan and the values that were measured of it, shared by sequences of equal settings."""
 
