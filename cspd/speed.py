@@ -256,7 +256,7 @@ def against_plain(request: Request, num: int, seconds: float, rounds: float, pla
     if request.method == "ar":
         return {}
     if plain is None:
-        found = {"speedup": 1.0, "speedup_range": [1.0, 1.0]}
+        found: dict = {"speedup": 1.0, "speedup_range": [1.0, 1.0]}
     else:
         found = plain.compared(seconds, rounds)
     speedup = found["speedup"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -130,6 +131,21 @@ def test_a_run_takes_turns_with_baseline_sampling(checkpoint, settings, idle, tm
     assert summary["plain_seconds_per_image"] * num == pytest.approx(summary["speedup"] * summary["seconds"])
     low, high = summary["speedup_range"]
     assert low <= summary["speedup"] <= high
+
+
+def test_the_seconds_of_timing_are_not_the_runs(engine, monkeypatch, tmp_path):
+    slept = []
+
+    def seconds_of(work, device, clock):
+        time.sleep(0.1)
+        slept.append(0.1)
+        return 0.01
+
+    monkeypatch.setattr(speed, "seconds_of", seconds_of)
+    request = Request(0, method="speculative", window=4, draft="frozen", **QUICK)
+    summary = sample_to_folder(engine, [request], tmp_path, {}, progress=False, speed=True)["summary"]
+    between_rounds = summary["seconds"] - sum(summary["seconds_by_phase"].values())
+    assert len(slept) > FEWEST and between_rounds < 0.75 * sum(slept)
 
 
 def test_a_round_that_cannot_be_timed_loses_no_image(engine, idle, monkeypatch, tmp_path):

@@ -433,7 +433,7 @@ def _unresolved(report: dict) -> str:
     return f"{sentence}: {', '.join(wants)} needs about {needed:.0f} images, and --num {needed:.0f} resumes the search"
 
 
-def images_needed(loss: Mapping[str, float], limit: float, images: int) -> float:
+def images_needed(loss: dict, limit: float, images: int) -> float:
     """About how many images make half of a loss's 95 % interval as small as the limit, to two digits, rounded up."""
     if limit <= 0:
         return math.inf
