@@ -267,16 +267,14 @@ def run_round(runner: VQRunner, sequences: list[Sequence], watch: Stopwatch) -> 
     # what a user asked for is what runs; and the seconds of a GPU's round are known rounds later
     if runner.late or not all(map(_is_open, sequences)):
         return ROUNDS[request.draft](runner, sequences, watch)
-    race = runner.tuning.race(sequences[0].key)
+    race = runner.tuning.race(sequences[0].key, request)
     drafts = race.begin()
-    committed = sum(sequence.num_committed for sequence in sequences)
     start = time.perf_counter()
     if drafts:
         ended = ROUNDS[request.draft](runner, sequences, watch)
     else:
         ended = run_single_tokens(runner, sequences, watch, _sample_between)
-    seconds = time.perf_counter() - start
-    race.end(seconds, sum(sequence.num_committed for sequence in sequences) - committed)
+    race.end(time.perf_counter() - start)
     return ended
 
 
@@ -294,11 +292,12 @@ def _sample_between(runner: VQRunner, batch: Batch) -> Tensor:
 
 
 # The choice is a prediction, and other processes may take what it counted on: the cores that work on a window's tokens
-# side by side. So a few rounds are of the other kind, and the kind that commits more tokens per second goes on.
+# side by side. So a few rounds are of the other kind, and the kind that is faster lately goes on. Only seconds are
+# compared: how many tokens a round commits varies much, but its mean does not depend on the machine.
 
 BLOCK = 4  # rounds of one kind in a row: a window that was left alone needs a few to converge again
 EVERY, FIRST = 16, 2  # of so many blocks one is of the other kind, and which one
-RECENT = 4  # blocks of each kind that count
+RECENT = 16  # rounds of each kind that count
 MARGIN = 1.1  # times as fast: baseline sampling must be, to be run in place of the draft
 
 
@@ -306,35 +305,35 @@ class Race:
     """Whether rounds that draft, or those of baseline sampling, commit more tokens per second lately.
 
     Both give the image of `ar`, so that the winner decides only how long an image takes.
+
+    Args:
+        tokens: the mean that a round commits that drafts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: float) -> None:
+        self.tokens = tokens
         self._rounds = 0
         self._drafts = True  # the kind of this block
-        self._recent: dict[bool, deque[list[float]]] = {kind: deque(maxlen=RECENT) for kind in (True, False)}
+        self._recent: dict[bool, deque[float]] = {kind: deque(maxlen=RECENT) for kind in (True, False)}
 
     def begin(self) -> bool:
         """Begins a round. Returns whether it drafts."""
         block, first = divmod(self._rounds, BLOCK)
         if first == 0:
             self._drafts = self.is_draft_faster() != (block % EVERY == FIRST)
-            self._recent[self._drafts].append([0.0, 0])
         self._rounds += 1
         return self._drafts
 
-    def end(self, seconds: float, tokens: int) -> None:
-        """Ends the round, which took `seconds` and committed `tokens`."""
-        block = self._recent[self._drafts][-1]
-        block[0] += seconds
-        block[1] += tokens
+    def end(self, seconds: float) -> None:
+        """Ends the round, which took `seconds`."""
+        self._recent[self._drafts].append(seconds)
 
     def is_draft_faster(self) -> bool:
         """Whether drafting is faster, as predicted, or not much slower."""
-        speeds = {}
-        for drafts, blocks in self._recent.items():
-            seconds, tokens = (sum(column) for column in zip(*blocks)) if blocks else (0.0, 0)
-            speeds[drafts] = tokens / seconds if seconds else 0.0
-        return speeds[False] <= MARGIN * speeds[True]
+        if not all(self._recent.values()):
+            return True
+        by_draft, plain = (statistics.median(self._recent[kind]) for kind in (True, False))
+        return by_draft / self.tokens <= MARGIN * plain
 
 
 def check(request: Request, runner: VQRunner) -> None:
@@ -506,10 +505,12 @@ class Tuning(DraftChooser):
         self._hashes: dict[str, str] = {}
         self._races: dict[Hashable, Race] = {}
 
-    def race(self, key: Hashable) -> Race:
-        """The race between the draft and baseline sampling, for sequences of one key."""
+    def race(self, key: Hashable, request: Request) -> Race:
+        """The race between the draft and baseline sampling, for sequences of one key, such as the resolved request."""
         if key not in self._races:
-            remember(self._races, key, Race())
+            [config] = (each for each in (*JACOBI, *TREES) if request.but(**each) == request)
+            [tokens] = self.tokens_per_round(request, [config]).values()
+            remember(self._races, key, Race(tokens))
         return self._races[key]
 
     def _kind(self, request: Request, num_slots: int) -> tuple:

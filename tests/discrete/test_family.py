@@ -266,25 +266,25 @@ def test_times_of_a_busy_machine_are_not_cached(engine, monkeypatch):
 # ---- The default falls back to baseline sampling if its own rounds turn out slower
 
 
-def rounds_of(race: Race, by_draft: tuple[float, int], plain: tuple[float, int], num: int) -> list[bool]:
-    """Which of `num` rounds draft, if rounds of both kinds take (seconds, tokens)."""
+def rounds_of(race: Race, by_draft: float, plain: float, num: int) -> list[bool]:
+    """Which of `num` rounds draft, if rounds of both kinds take these seconds; every third one is slow by chance."""
     kinds = []
-    for _ in range(num):
+    for i in range(num):
         kinds.append(race.begin())
-        race.end(*(by_draft if kinds[-1] else plain))
+        race.end((by_draft if kinds[-1] else plain) * (9 if i % 3 == 0 else 1))
     return kinds
 
 
 def test_the_faster_kind_of_round_goes_on():
     """By recorded times of an idle machine, of one that is busy from the beginning, and of one that becomes busy."""
-    idle, busy, plain = (20.0, 3), (90.0, 3), (12.0, 1)
-    kinds = rounds_of(Race(), idle, plain, 512)
+    idle, busy, plain = 20.0, 90.0, 12.0  # of 3 tokens, and of 1
+    kinds = rounds_of(Race(3), idle, plain, 512)
     assert kinds[: 2 * BLOCK] == [True] * 2 * BLOCK and kinds.count(False) == 512 // EVERY
-    assert rounds_of(Race(), (13.0, 1), plain, 512) == kinds  # hardly slower: as predicted
-    kinds = rounds_of(Race(), busy, plain, 512)
+    assert rounds_of(Race(1), 13.0, plain, 512) == kinds  # hardly slower: as predicted
+    kinds = rounds_of(Race(3), busy, plain, 512)
     assert kinds[: 4 * BLOCK] == [True] * 2 * BLOCK + [False] * 2 * BLOCK
     assert kinds.count(True) == 2 * BLOCK + 512 // EVERY - BLOCK
-    race = Race()
+    race = Race(3)
     rounds_of(race, idle, plain, 512)
     assert rounds_of(race, busy, plain, 512)[256:].count(True) <= 256 // EVERY
     assert rounds_of(race, idle, plain, 1024)[512:].count(False) <= 512 // EVERY  # and idle again
