@@ -836,8 +836,8 @@ BUGS = [
     Bug(
         "the slower kind of round goes on",
         "cspd/discrete/family.py",
-        "return speeds[False] <= MARGIN * speeds[True]",
-        "return speeds[False] >= MARGIN * speeds[True]",
+        "return by_draft / self.tokens <= MARGIN * plain",
+        "return by_draft / self.tokens >= MARGIN * plain",
         "discrete/test_family.py::test_the_faster_kind_of_round_goes_on",
     ),
     Bug(
