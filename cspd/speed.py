@@ -139,19 +139,22 @@ class PlainRounds:
         self._weights = round_weights(self._before, runner.seq_len)
         self._other: Engine | None = None  # with the slots of these rounds
         self._times: list[tuple[float, float]] = []  # seconds of a round for each of its sequences, and its weight
-        self._fractions: dict[int, float] = {}  # of the work of each image that is done
+        self._fractions: dict[int, float] = {}  # of the work of each running image that is done
+        self._done = 0.0  # images, with these fractions
         self._next = 0.5 / USUAL  # fraction of the run's work after which another round is timed
         self._unknown: str | None = None
         self._begun = clock()
 
     def __call__(self, request: Request, fraction: float, preview: object) -> None:
         """Times a round if it is time for one; for `on_progress` of `Engine.stream`."""
-        self._fractions[id(request)] = fraction
-        if self._unknown is not None:
+        self._done += fraction - self._fractions.pop(id(request), 0.0)
+        if fraction < 1:
+            self._fractions[id(request)] = fraction
+        done = self._done / self._num
+        if self._unknown is not None or done < self._next:
             return
-        done = sum(self._fractions.values()) / self._num
         running = self._engine.scheduler.in_flight()
-        if done < self._next or not running:
+        if not running:
             return
         elapsed = self._clock() - self._begun - self.seconds
         predicted = elapsed / done

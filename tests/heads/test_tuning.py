@@ -138,7 +138,7 @@ def test_costs_are_measured_once_and_cached(small_mar, tmp_path, monkeypatch):
 
 def test_costs_of_a_busy_machine_are_not_cached(small_mar, tmp_path, monkeypatch):
     """By recorded times: a process beside this one got a core in most turns of one head call."""
-    steady = {"ancestral": [1e-3, 1e-3, 1.1e-3], "start": [1e-4] * 3, "round": [2e-3, 2e-3, 9e-3]}
+    steady = {"ancestral": [1e-3, 1.1e-3, 1.1e-3], "start": [1e-4] * 3, "round": [2e-3, 2e-3, 9e-3]}
     busy = steady | {"round": [2e-3, 3e-3, 9e-3]}
     monkeypatch.setattr(tuning, "ROWS", (1, 2))
 
@@ -149,6 +149,7 @@ def test_costs_of_a_busy_machine_are_not_cached(small_mar, tmp_path, monkeypatch
 
     assert get(steady, busy).round == [2e-3, 3e-3] and not [*tmp_path.iterdir()]
     assert get(steady, steady).round == get().round == [2e-3, 2e-3]
+    assert get().ancestral == [1e-3, 1e-3]  # as without the others
 
 
 def test_measured_costs_are_those_of_the_real_head(small_mar, monkeypatch):
