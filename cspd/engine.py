@@ -528,11 +528,15 @@ class Engine:
         request = runner.check(request, method)
         return Prepared(asked, request, method, runner)
 
-    def prepare(self, request: Request | Prepared) -> Prepared:
+    def prepare(self, request: Request | Prepared, at_once: int | None = None) -> Prepared:
         """A request that is ready to run, and that is not checked again.
 
         The window of `speculative` is chosen here, which calibrates its draft or times this device on first use. Warns
         about settings that are valid but probably not intended.
+
+        Args:
+            at_once: images that the caller wants together, for which a window is chosen; by default, and at most, one
+                in every slot. Requests of others that are in flight do not count: an image depends on its window.
 
         Raises:
             ValueError: as `checked`, or too little memory.
@@ -542,19 +546,25 @@ class Engine:
         if prepared.is_decided:
             return prepared
         with self._lock.hold():  # it may run models, which are not shared in the middle of a round
+            prepared.runner.at_once = self._at_once(at_once)
             decided = prepared.runner.resolve(prepared.request, prepared.method)
         advice = prepared.method.advice(decided)
         if advice:
             warnings.warn(advice, stacklevel=1)  # from the same line each time, so that Python shows it once
         return dataclasses.replace(prepared, request=decided, is_decided=True)
 
+    def _at_once(self, num: int | None) -> int:
+        """The smaller of the slots and the images that a caller wants together, at least 1."""
+        return self.num_slots if num is None else max(1, min(self.num_slots, num))
+
     def prepare_all(self, requests: Iterable[Request | Prepared]) -> list[Prepared]:
-        """Prepares all requests. Raises ValueError if some are bad, naming each fault once."""
+        """Prepares the requests of one call. Raises ValueError if some are bad, naming each fault once."""
+        requests = list(requests)
         prepared = []
         bad: dict[str, list[int]] = defaultdict(list)  # the indices of requests by their error
         for index, request in enumerate(requests):
             try:
-                prepared.append(self.prepare(request))
+                prepared.append(self.prepare(request, len(requests)))
             except ValueError as error:
                 bad[str(error)].append(index)
         if bad:
@@ -566,9 +576,9 @@ class Engine:
         """The request as `checked` returns it."""
         return self.checked(request).request
 
-    def resolve(self, request: Request) -> Request:
+    def resolve(self, request: Request, at_once: int | None = None) -> Request:
         """The request as `prepare` returns it, every default filled in."""
-        return self.prepare(request).request
+        return self.prepare(request, at_once).request
 
     def name_of(self, request: Request) -> str:
         """The prompt of a checked request, or the name of its class, or its number if classes have no names."""
@@ -584,8 +594,8 @@ class Engine:
         with self._lock.hold():
             return self._add(request, self._inbox).ticket
 
-    def _add(self, request: Request | Prepared, inbox: deque) -> Sequence:
-        prepared = self.prepare(request)
+    def _add(self, request: Request | Prepared, inbox: deque, at_once: int | None = None) -> Sequence:
+        prepared = self.prepare(request, at_once)
         request, method = prepared.request, prepared.method
         sequence = Sequence(
             request,
@@ -793,7 +803,8 @@ class Engine:
     ) -> Iterator[Item]:
         """As `stream`; it ends soon after any thread sets `stop`."""
         indexed = enumerate(requests)
-        bar = _Bar(progress, len(requests) if isinstance(requests, Sized) else None)
+        num = len(requests) if isinstance(requests, Sized) else None
+        bar = _Bar(progress, num)
         own: dict[Sequence, int] = {}  # unfinished, with the indices of their requests
         inbox: deque = deque()
         lost: dict[int, str] = {}  # errors of outputs that are not finite, by index
@@ -812,7 +823,7 @@ class Engine:
                 with self._lock.hold():
                     try:
                         for index, request in fresh:
-                            own[self._add(request, inbox)] = index
+                            own[self._add(request, inbox, num)] = index
                     except ValueError as error:
                         bad, is_over = error, True
                     if not rounds:

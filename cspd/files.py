@@ -442,6 +442,7 @@ CALIBRATION = "calibration"  # the folder of calibrations in the folder of a che
 COSTS = "costs.json"  # in the user's cache folder, or in the folder of a checkpoint
 REMEMBERED = 64  # entries in memory
 MOST_CACHED = 1000  # files of arrays in a folder, and entries of its `COSTS`: the oldest ones are removed
+STEADY = 0.2  # the largest unsteadiness of times that are cached; see `cspd.device.unsteadiness`
 
 
 class Measured(Protocol):
@@ -513,6 +514,8 @@ def measured_once(
 ) -> Kind:
     """The measurement with this key: from the `COSTS` of a folder, or measured and cached there.
 
+    Times of a busy machine are not cached: they would slow down later runs on an idle one, or the other way round.
+
     Args:
         kind: the type that `measure` returns. what: the work, in words, printed if it takes long. again: measure even
             if there is an entry.
@@ -521,7 +524,8 @@ def measured_once(
     if found is None:
         with telling(what):
             found = measure()
-        keep(key, found, folder)
+        if getattr(found, "unsteadiness", 0.0) <= STEADY:  # only times have it
+            keep(key, found, folder)
     return found
 
 

@@ -269,6 +269,7 @@ class ModelRunner(Protocol):
         family: a key of `cspd.option.COMMON`. in_raster_order: whether tokens are always generated in raster order.
         seq_len: tokens per image. image_size: pixels per side of an image.
         num_classes: labels are 0 .. num_classes - 1; 0 for a text-to-image model.
+        at_once: images that run together, for which the request that is being resolved is planned: at most one a slot.
         tokens: of running sequences, [number of slots, at least seq_len(, d)].
         graphs: captures and replays work of fixed shape. noise: a module with the functions of `cspd.noise`.
         tuning: the family's measurements on this device.
@@ -279,6 +280,7 @@ class ModelRunner(Protocol):
     seq_len: int
     num_classes: int
     image_size: int
+    at_once: int
     tokens: Tensor
     graphs: Graphs
     noise: types.ModuleType

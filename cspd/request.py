@@ -611,9 +611,11 @@ def _no_seconds() -> dict[str, float]:
     return dict.fromkeys(PHASES, 0.0)
 
 
-@dataclass
+@dataclass(repr=False)
 class RoundStats:
     """The cost of a request. A call on a batch counts once for every request in the batch.
+
+    As a text it is the four lines that matter most; `to_dict` has everything.
 
     Attributes:
         guarantee: guarantee of the request, a key of `cspd.method.GUARANTEES`.
@@ -694,6 +696,33 @@ class RoundStats:
 
     def to_dict(self) -> dict:
         return asdict(self) | {"alpha": self.alpha, "step_compression": self.step_compression}
+
+    def __repr__(self) -> str:
+        return (
+            f"guarantee: {self.guarantee}\ncalls: {self._calls()}\ndrafts: {self._drafts()}\nseconds: {self._times()}"
+        )
+
+    def _calls(self) -> str:
+        if self.step_compression is not None:
+            return f"{self.backbone_calls} target forward passes, {self.step_compression:.2f} tokens each"
+        lazy = f" ({self.lazy_backbone_calls} lazy)" if self.lazy_backbone_calls else ""
+        per_token = f"{self.head_calls} of the head, {self.head_calls_per_token:.1f} per token"
+        return f"{self.backbone_calls} of the backbone{lazy}, {per_token}"
+
+    def _drafts(self) -> str:
+        """The acceptance rate, and how far an approximate method is from its exact one, as far as it was measured."""
+        parts = ["none" if self.alpha is None else f"{self.alpha:.1%} accepted"]
+        if self.difference is not None:
+            parts.append(f"a token differs by {self.difference:.3f} standard deviations")
+        if self.divergence is not None:
+            parts.append(f"divergence {self.divergence:.3g} nats per token")
+        if self.bound:
+            parts.append(f"bound {min(self.bound, 1):.3f}")
+        return "; ".join(parts)
+
+    def _times(self) -> str:
+        phases = [f"{phase} {spent:.2f}" for phase, spent in self.seconds.items() if spent]
+        return f"{sum(self.seconds.values()):.2f} ({', '.join(phases)})" if phases else "0"
 
 
 @dataclass(eq=False)

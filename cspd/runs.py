@@ -403,6 +403,7 @@ MEASURED = (  # of a method whose guarantee is "measured"
     "audit_error",
 )
 WORTH = 1.05  # times as fast as baseline sampling: below, there is no speed-up
+SPEED = ("speedup", "speedup_range", "speedup_unknown", "plain_seconds_per_image", "alternative")  # of a summary
 LAZY = "lazy_backbone_calls"
 
 
@@ -521,30 +522,19 @@ def speed_line(summary: Mapping, at_once: int) -> str | None:
     if speedup is None:
         why = summary.get("speedup_unknown")
         return why and f"the speed-up over baseline sampling (ar) is not known: {why}"
-    faster = f"{speedup:.1f}x as fast as baseline sampling (ar)"
-    if speedup >= WORTH:
-        return faster
-    # a difference of less than WORTH, either way, may be the machine's
+    low, high = summary.get("speedup_range") or (speedup, speedup)  # older versions measured no range
+    line = f"{speedup:.1f}x"
+    if f"{low:.1f}" != f"{high:.1f}":
+        line += f" ({low:.1f} to {high:.1f})"
+    line += " as fast as baseline sampling (ar)"
+    if speedup >= WORTH and low > 1:
+        return line
     noun = "image" if at_once == 1 else "images"
-    line = f"no speed-up with {at_once} {noun} at once on this device"
-    if speedup < 1 / WORTH:
-        line = f"{faster}: {line}"
-    return line + _advice(summary.get("alternative"))
-
-
-def _advice(other: Mapping | None) -> str:
-    """What another method, see `cspd.speed.against_plain`, would give."""
-    if other is None:
-        return ""
-    method = f"`--method {other['method']}`"
-    if other["difference"] is None:
-        return f"; {method} may give one, once it is fitted for these settings (cspd calibrate)"
-    difference = f"at a difference of {other['difference']:.2g} s.d. per token"
-    if other["speedup"] is None:
-        return f"; {method} may give one, {difference}"
-    if other["speedup"] < WORTH:
-        return f", nor by {method}"
-    return f"; {method} is {other['speedup']:.1f}x, {difference}"
+    nothing = f"no speed-up with {at_once} {noun} at once on this device"
+    line = nothing if low == high == 1 else f"{line}: {nothing}"
+    if summary.get("alternative") == "calibrated":
+        line += "; `--method calibrated` may give one, with a measured error"
+    return line
 
 
 # The origin of a report: date, command, versions, machine, and the models' files.

@@ -1,37 +1,36 @@
-"""The speed of a run relative to baseline sampling, of which a few rounds are timed in the same process.
+"""The speed of a run relative to baseline sampling, of which a few rounds are timed between those of the run.
 
-Machines are noisy: an older measurement of baseline sampling would not do. The rounds have as many sequences at once as
-the run had, use the same models, and are spread over an image. Decoding and everything else outside the rounds is
-assumed to take as long as it did in the run.
+Machines are noisy, and busy at some times: what was timed before a run or after it would not do. The rounds have as
+many sequences at once as the run has at that moment, use the same models, and are spread over the run. Decoding and
+everything else outside the rounds is assumed to take as long as it does in the run.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
+from collections.abc import Callable
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from cspd.continuous.denoisers import at_hand
 from cspd.device import seconds_of
 from cspd.engine import Engine
 from cspd.heads.calibrated import HEAD_CALLS
 from cspd.masked.orders import timetable
 from cspd.method import guarantee_of, method_of, plain_of
 from cspd.request import Request, RoundStats, Sequence, Stopwatch
-from cspd.runs import WORTH
-from cspd.terminal import shortened, telling
+from cspd.terminal import shortened
 
-SHARE = 0.1  # of the run's seconds, which timing should take
-MOST = 5.0  # seconds that timing should take at most
-SLACK = 1.5  # times these seconds are allowed,
-LEAST = 0.5  # and so many seconds in any case
-ROUNDS = 5  # rounds of an image that are timed, at most
-FEWEST = 2  # and at least
-PASSES = 20  # times that each of them is timed, at most
+FEWEST, USUAL, MANY = 4, 8, 30  # rounds that are timed
+SHARE, MOST = 0.1, 5.0  # of the run's seconds, and seconds: what timing takes at most,
+LEAST = 0.5  # but in any case these seconds for `USUAL` rounds,
+SLACK = 0.25, 10.0  # and this share and these seconds for the `FEWEST`
+REACH = 2.5  # standard errors on each side of a speed-up: about 95 % of the time the true one is between
+NOISY = 0.25  # of a speed-up: with a larger distance to the ends of its range it says nothing
 
 
 @dataclass
@@ -116,177 +115,156 @@ def batch_at(engine: Engine, request: Request, known: int, num: int | None = Non
     return Batch(engine, sequences)
 
 
-def against_plain(engine: Engine, request: Request, num: int, seconds: float, rounds: float) -> dict:
-    """The speed of a run relative to baseline sampling of as many images with the same settings.
+class PlainRounds:
+    """Rounds of baseline sampling that are timed between the rounds of a run.
 
-    If the run was no faster, and `calibrated` needs no fit for these settings, a few of its rounds are timed too.
+    The rounds have slots of their own, so that no image of the run can depend on them.
+
+    Args:
+        request: of the run, resolved; its images differ in seed and class or prompt. num: images of the run.
+        clock: returns seconds.
+
+    Attributes:
+        seconds: spent here, which do not belong to the run.
+    """
+
+    def __init__(
+        self, engine: Engine, request: Request, num: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.seconds = 0.0
+        self._engine, self._num, self._clock = engine, num, clock
+        self._request = engine.check(plain_of(request))
+        runner = engine.runners[str(request.family)]
+        self._before = starts(self._request, runner.seq_len, None if runner.family == "MAR" else 1)
+        self._weights = round_weights(self._before, runner.seq_len)
+        self._other: Engine | None = None  # with the slots of these rounds
+        self._times: list[tuple[float, float]] = []  # seconds of a round for each of its sequences, and its weight
+        self._fractions: dict[int, float] = {}  # of the work of each running image that is done
+        self._done = 0.0  # images, with these fractions
+        self._next = 0.5 / USUAL  # fraction of the run's work after which another round is timed
+        self._unknown: str | None = None
+        self._begun = clock()
+
+    def __call__(self, request: Request, fraction: float, preview: object) -> None:
+        """Times a round if it is time for one; for `on_progress` of `Engine.stream`."""
+        self._done += fraction - self._fractions.pop(id(request), 0.0)
+        if fraction < 1:
+            self._fractions[id(request)] = fraction
+        done = self._done / self._num
+        if self._unknown is not None or done < self._next:
+            return
+        running = self._engine.scheduler.in_flight()
+        if not running:
+            return
+        elapsed = self._clock() - self._begun - self.seconds
+        predicted = elapsed / done
+        # none is tried if it must take too long, even at a quarter of the seconds of one of the run
+        least = predicted * len(running) / (len(self._before) * self._num) / 4
+        num = num_affordable(predicted, least)
+        if num >= FEWEST:
+            spent = self._time(statistics.fmean(sequence.num_committed for sequence in running), len(running))
+            num = num_affordable(predicted, spent)
+        self._next = done + 1 / max(num, FEWEST)
+        if num < FEWEST and len(self._times) < FEWEST:
+            self._unknown = self._unknown or f"timing a few rounds of it takes too long for a run of {predicted:.1f} s"
+
+    def _time(self, known: float, size: int) -> float:
+        """Times a round of `size` sequences with about `known` committed tokens, and returns its seconds."""
+        start = self._clock()
+        iteration = iteration_at(self._before, known)
+        # the first round takes longer, and on a GPU the first of each kind, which is captured
+        repeats = 2 if not self._times or self._engine.device.type == "cuda" else 1
+        try:
+            if self._other is None:
+                self._other = self._engine.with_slots(min(self._engine.num_slots, self._num))
+            for _ in range(repeats):
+                batch = batch_at(self._other, self._request, int(self._before[iteration]), size)
+                spent = seconds_of(batch.round, self._engine.device, self._clock)
+            self._times.append((spent / size, self._weights[iteration]))
+        except (RuntimeError, ValueError, FloatingPointError) as error:  # the run goes on
+            self._unknown = f"timing it failed ({shortened(str(error))})"
+            return math.inf
+        finally:
+            self.seconds += self._clock() - start
+        return spent
+
+    def compared(self, seconds: float, rounds: float) -> dict:
+        """The speed of the run; arguments and result as in `against_plain`."""
+        if self._unknown is None and len(self._times) < FEWEST:
+            self._unknown = "the run was too short to time a few rounds of it"
+        if self._unknown is not None:
+            return _unknown(self._unknown)
+        num_rounds = self._num * len(self._before)
+        return compared(self._times, num_rounds, seconds, rounds)
+
+
+def num_affordable(seconds: float, cost: float) -> int:
+    """The number of rounds to time in a run of `seconds`, if each costs `cost`."""
+    share, most = SLACK
+    usual = min(MOST, SHARE * seconds) / cost
+    short = min(USUAL, LEAST / cost)
+    long = min(FEWEST, min(most, share * seconds) / cost)
+    return int(min(MANY, max(usual, short, long)))
+
+
+def compared(times: Several[tuple[float, float]], num_rounds: int, seconds: float, rounds: float) -> dict:
+    """The speed of a run relative to baseline sampling, as `against_plain` returns it.
+
+    Args:
+        times: of rounds in the order of the run, seconds for each of its sequences, and weights.
+        num_rounds: of all images together. seconds, rounds: as in `against_plain`.
+    """
+    each, weights = np.array(times).T
+    totals = num_rounds * each * weights / weights.mean()
+    # everything but the rounds would have taken the same time
+    plain = seconds - rounds + totals.mean()
+    # neighbours differ by noise; rounds far apart also by the tokens that they commit
+    deviation = (np.diff(totals) ** 2).mean() ** 0.5 / 2**0.5
+    speedup = float(plain / seconds)
+    reach = REACH * float(deviation / len(totals) ** 0.5 / seconds)
+    if reach > NOISY * speedup:
+        return _unknown("its rounds took too different times: this machine is too busy to say")
+    return {"speedup": speedup, "speedup_range": [speedup - reach, speedup + reach]}
+
+
+def round_weights(before: np.ndarray, seq_len: int) -> np.ndarray:
+    """The weight of each round of an image, if rounds are timed at equal distances of `Sequence.fraction_done`."""
+    tokens = np.diff(before, append=seq_len) / (seq_len - before[0])
+    fraction = (1 / len(before) + tokens) / 2
+    return 1 / (len(before) * fraction)
+
+
+def _unknown(why: str) -> dict:
+    return {"speedup": None, "speedup_unknown": why}
+
+
+def is_plain(request: Request) -> bool:
+    """Whether the rounds of a resolved request are those of baseline sampling."""
+    is_off = request.method == "speculative" and request.window == 0
+    return request.method == "ar" or (is_off and guarantee_of(request) == "exact")
+
+
+def against_plain(request: Request, num: int, seconds: float, rounds: float, plain: PlainRounds | None) -> dict:
+    """The speed of a run relative to baseline sampling of as many images with the same settings.
 
     Args:
         request: of the run, resolved. num: images that the run generated.
         seconds: that the run took. rounds: the part of them that its rounds took.
+        plain: the rounds of baseline sampling that were timed during the run, unless the run `is_plain`.
 
     Returns:
-        Plain values: "speedup", or None and the reason in "speedup_unknown"; "plain_seconds_per_image"; and
-        "alternative", None unless the run was less than `WORTH` times as fast. It has "method", "speedup" (None if
-        unknown) and "difference" (None if the method needs a fit). For a run of baseline sampling itself {}.
+        Plain values: "speedup" and "speedup_range", its ends; or "speedup": None and the reason in "speedup_unknown".
+        "plain_seconds_per_image". "alternative": a method that may be faster, or None. For a run of `ar` itself {}.
     """
     if request.method == "ar":
         return {}
-    found = None
-    why = f"timing a few rounds of it would take too long for a run of {seconds:.1f} s"
-    with telling("timing a few rounds of baseline sampling"):
-        try:
-            found = _compared(engine, request, num, seconds, rounds)
-        except (RuntimeError, ValueError, FloatingPointError) as error:  # the images are there: they are not lost
-            why = f"timing it failed ({shortened(str(error))})"
-    if found is None:
-        return {"speedup": None, "plain_seconds_per_image": None, "alternative": None, "speedup_unknown": why}
-    return found
-
-
-def _compared(engine: Engine, request: Request, num: int, seconds: float, rounds: float) -> dict | None:
-    """The result of `against_plain`, or None if timing takes too long."""
-    # exact speculation with a window of 0 is baseline sampling: its own rounds are the measurement
-    was_plain = request.method == "speculative" and request.window == 0 and guarantee_of(request) == "exact"
-    plain_rounds: float | None = rounds
-    if not was_plain:
-        plain = engine.check(plain_of(request))
-        plain_rounds = _rounds(engine, plain, num, seconds, rounds)
-    if plain_rounds is None:
-        return None
-    # everything but the rounds would have taken the same time
-    plain_seconds = seconds - rounds + plain_rounds
-    speedup = plain_seconds / seconds
-    alternative = None
-    if speedup < WORTH and request.family == "MAR" and request.method != "calibrated":
-        alternative = _alternative(engine, request, num, seconds, rounds, plain_seconds)
-    return {"speedup": speedup, "plain_seconds_per_image": plain_seconds / num, "alternative": alternative}
-
-
-def _alternative(
-    engine: Engine, request: Request, num: int, seconds: float, rounds: float, plain_seconds: float
-) -> dict | None:
-    """The speed of `calibrated` relative to baseline sampling, or None if its chains would be no shorter."""
-    # fitting would take minutes, so only a cached calibration is timed
-    asked = engine.check(plain_of(request).but(method="calibrated"))
-    if asked.num_sampling_steps <= HEAD_CALLS:
-        return None
-    found: dict = {"method": "calibrated", "speedup": None, "difference": None}
-    runner: Any = engine.runners["MAR"]
-    usual = at_hand(asked, runner)
-    if usual is None:
-        return found
-    resolved, found["difference"] = usual
-    own_rounds = _rounds(engine, resolved, num, seconds / 2, rounds)  # baseline sampling was timed before
-    if own_rounds is not None:
-        found["speedup"] = plain_seconds / (seconds - rounds + own_rounds)
-    return found
-
-
-def _rounds(engine: Engine, request: Request, num: int, seconds: float, rounds: float) -> float | None:
-    """Seconds of all rounds of `num` images, an iteration or a token each; None if timing them takes too long.
-
-    `seconds` and `rounds` are of a run with another method: they bound how long timing may take.
-    """
-    full, rest = divmod(num, engine.num_slots)
-    batches = {}  # the number of batches by their size
-    if full:
-        batches[engine.num_slots] = full
-    if rest:
-        batches[rest] = 1
-    runner = engine.runners[str(request.family)]
-    tokens_per_round = None if request.family == "MAR" else 1
-    before = starts(request, runner.seq_len, tokens_per_round)
-    budget = min(MOST, SHARE * seconds)
-    most = max(LEAST, SLACK * budget)
-    # even one round would take too long, if it takes as long as one of the run
-    num_rounds = len(before) * sum(batches.values())
-    if rounds / num_rounds > most:
-        return None
-    end = time.perf_counter() + most
-    _round(engine, request, int(before[0]), 1)  # the first one takes longer, and is not counted
-    total = 0.0
-    try:
-        for size, count in batches.items():
-            left = end - time.perf_counter()
-            own = _batch_rounds(engine, request, before, size, budget / len(batches), left)
-            if own is None:
-                return None
-            total += count * own
-    finally:
-        runner.clear()
-    return total
-
-
-def _batch_rounds(
-    engine: Engine, request: Request, before: np.ndarray, size: int, budget: float, most: float
-) -> float | None:
-    """Seconds of all rounds of a batch of `size` images, some of which are timed; None if that takes too long.
-
-    Args:
-        before: committed tokens before each round.
-        budget, most: seconds that timing should take, and may take.
-    """
-    seq_len = engine.runners[str(request.family)].seq_len
-    # the first round tells how many may be timed
-    begun = time.perf_counter()
-    chosen = _chosen_rounds(before, seq_len, min(FEWEST, len(before)))
-    first = next(iter(chosen))
-    needed = _round(engine, request, first, size)
-    if len(chosen) * needed > most:
-        return None
-    left = begun + budget - time.perf_counter()
-    affordable = int(left / needed)
-    if affordable > len(chosen):
-        chosen = _chosen_rounds(before, seq_len, min(affordable, ROUNDS, len(before)))
-
-    times: dict[int, list[float]] = {known: [] for known in chosen}
-    if engine.device.type == "cpu":
-        if first in times:
-            times[first].append(needed)
+    if plain is None:
+        found: dict = {"speedup": 1.0, "speedup_range": [1.0, 1.0]}
     else:
-        # on a GPU the first run of each may capture graphs or choose kernels: it is not counted
-        for known in chosen:
-            needed = _round(engine, request, known, size)
-            if time.perf_counter() - begun + len(chosen) * needed > most:
-                return None
-    # each pass times every chosen round once more, while there is time for it
-    for repeat in range(1, 1 + PASSES):
-        start = time.perf_counter()
-        for known, own in times.items():
-            if len(own) < repeat:
-                own.append(_round(engine, request, known, size))
-        now = time.perf_counter()
-        next_end = now + (now - start)
-        if next_end > begun + budget:
-            break
-    total = 0.0
-    for known, own in times.items():
-        total += chosen[known] * statistics.median(own)
-    return total
-
-
-def _chosen_rounds(before: np.ndarray, seq_len: int, num: int) -> dict[int, int]:
-    """The `num` rounds that are timed, by their committed tokens, and how many rounds each represents.
-
-    Rounds differ in the tokens that are committed before them, and in the tokens that they commit. So the rounds of an
-    image are split into `num` parts. Each part is represented by the round that commits nearly the mean number of
-    tokens and, among equals, is nearest to the middle.
-    """
-    committed = np.diff(before, append=seq_len)
-    chosen = {}
-    rounds = np.arange(len(before))
-    for part in np.array_split(rounds, num):
-        own = committed[part]
-        from_mean = np.abs(own - own.mean())
-        from_middle = np.abs(part - part.mean())
-        ranked = np.lexsort((from_middle, from_mean))  # the last key is the first criterion
-        best = part[ranked[0]]
-        chosen[int(before[best])] = len(part)
-    return chosen
-
-
-def _round(engine: Engine, request: Request, known: int, size: int) -> float:
-    """Seconds of a round of `size` sequences with `known` committed tokens."""
-    batch = batch_at(engine, request, known, size)
-    return seconds_of(batch.round, engine.device)
+        found = plain.compared(seconds, rounds)
+    speedup = found["speedup"]
+    found["plain_seconds_per_image"] = None if speedup is None else speedup * seconds / num
+    # its chains must be shorter
+    may_help = request.family == "MAR" and request.num_sampling_steps > HEAD_CALLS
+    found["alternative"] = "calibrated" if may_help and request.method != "calibrated" else None
+    return found

@@ -966,6 +966,49 @@ BUGS = [
         "",
         "serving/test_serve_limits.py::test_new_calibrations_are_refused",
     ),
+    # what is timed
+    Bug(
+        "times of a busy machine are cached",
+        "cspd/files.py",
+        'if getattr(found, "unsteadiness", 0.0) <= STEADY:',
+        "if True:",
+        "heads/test_tuning.py",
+    ),
+    Bug(
+        "the slower kind of round goes on",
+        "cspd/discrete/family.py",
+        "return by_draft / self.tokens <= MARGIN * plain",
+        "return by_draft / self.tokens >= MARGIN * plain",
+        "discrete/test_family.py::test_the_faster_kind_of_round_goes_on",
+    ),
+    Bug(
+        "a round of baseline sampling takes the place of a draft that was asked for",
+        "cspd/discrete/family.py",
+        "if runner.late or not all(map(_is_open, sequences)):",
+        "if runner.late:",
+        "discrete/test_family.py::test_rounds_of_both_kinds_sample_the_tokens_of_ar",
+    ),
+    Bug(
+        "a window is chosen for all slots",
+        "cspd/engine.py",
+        "max(1, min(self.num_slots, num))",
+        "self.num_slots",
+        "test_engine.py::test_a_window_is_chosen_for_the_images_of_the_call",
+    ),
+    Bug(
+        "the seconds of timing are the run's",
+        "cspd/cli/sample.py",
+        "        seconds -= plain.seconds\n",
+        "        seconds += plain.seconds\n",
+        "test_speed.py::test_the_seconds_of_timing_are_not_the_runs",
+    ),
+    Bug(
+        "a choice by chance is sure",
+        "cspd/comparison/compare.py",
+        "trials[i].excess + is_sure * trials[i].reach <= 0",
+        "trials[i].excess <= 0",
+        "comparison/test_tune.py::test_what_chance_may_have_given_is_not_chosen",
+    ),
 ]
 
 

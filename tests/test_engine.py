@@ -19,12 +19,14 @@ import standin
 import timeline
 import torch
 from conftest import relative_error
+from cspd.heads.tuning import Costs
 from toys import toy_mar, toy_models
 
 from cspd import Engine, MARModels, Request, VQModels, load, noise, terminal
 from cspd import engine as cspd_engine
 from cspd.device import Precision
 from cspd.engine import AHEAD, FairLock
+from cspd.heads import tuning
 from cspd.masked.orders import cosine
 from cspd.request import Stopwatch
 from mar import model
@@ -278,6 +280,27 @@ def test_a_prepared_request_is_not_checked_again(models, monkeypatch):
         assert_same(engine.generate([prepared]), expected)
         with pytest.raises(ZeroDivisionError):
             other.generate(prepared)
+
+
+def test_a_window_is_chosen_for_the_images_of_the_call(small_mar, monkeypatch):
+    """Never for those of others in flight. By recorded costs of a device whose table has room for one image."""
+    settings = {"num_iter": 64, "num_sampling_steps": 12, "cfg": 2.0, "draft": "frozen"}
+    rows = [1, 8, 64]
+    costs = Costs(rows, [1.0] * 3, [1e-3] * 3, [8 * size for size in rows], [1.0] * 3, table_size=12)
+    monkeypatch.setattr(tuning, "measured_costs", lambda *device: costs)
+    engine = Engine(MARModels(small_mar), max_batch=8, device="cpu")
+    with engine:
+        others = [engine.add_request(Request(5, 9, **settings)) for _ in range(2)]
+        (waiting,) = {sequence.request.window for sequence in engine.scheduler.waiting}
+        alone = engine.sample(3, **settings)
+        (listed,) = engine.generate([Request(3, **settings)])
+        three = engine.sample([3, 4, 5], **settings)
+        endless = engine.stream(Request(3, seed, **settings) for seed in itertools.count())
+        _, streamed = next(endless)
+        assert all(engine.cancel(ticket) is False for ticket in others)  # they ran beside the first call
+    assert waiting == streamed.request.window == 0  # planned for every slot
+    assert alone.request.window == listed.request.window > 0
+    assert {output.request.window for output in three} == {0}
 
 
 @pytest.mark.parametrize("settings", [SHARED, SPECULATIVE], ids=["ar", "speculative"])

@@ -37,7 +37,7 @@ from cspd.device import Precision, all_bytes, describe, free_bytes, peak_bytes, 
 from cspd.masked.orders import cosine
 from cspd.masked.runner import MARRunner, bytes_per_slot, check_memory, usual_tokens
 from cspd.method import choose, find, method_names
-from cspd.request import Inpainting, Resized, placed
+from cspd.request import Inpainting, Resized, RoundStats, placed
 from mar.checkpoint import MARS, create_mar, create_vae, defaults_of
 from mar.model import MAR, MARConfig
 from mar.vae import AutoencoderKL, KLConfig
@@ -612,3 +612,15 @@ def test_a_command_reports_it_in_one_line(tmp_path, capfd):
     assert last_line.startswith("cspd: ") and "label=2" in last_line
     images = {path.name for path in out.rglob("0*.png")}
     assert images == {"00000_label1_seed0.png", "00002_label3_seed2.png"}
+
+
+def test_statistics_are_four_lines_to_read():
+    engine = Engine(VQModels(**toy_models(length=16)), max_batch=1, device="cpu")
+    stats = engine.sample(1, draft="jacobi", window=4, cfg=2.0).stats
+    lines = str(stats).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["guarantee", "calls", "drafts", "seconds"]
+    assert max(map(len, lines)) < 100 and "[" not in str(stats)
+    assert f"{stats.backbone_calls} target" in lines[1] and f"{stats.alpha:.1%}" in lines[2]
+    assert stats.to_dict()["by_lag"] == stats.by_lag  # the rest
+    measured = RoundStats("measured", backbone_calls=8, head_calls=80, head_calls_per_token=10.0, difference=0.049)
+    assert "80 of the head, 10.0 per token" in str(measured) and "0.049 standard" in str(measured)

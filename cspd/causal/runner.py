@@ -81,7 +81,8 @@ class CausalRunner:
         self.graphs = graphs or Graphs(device, enabled=False)
         self.config = config = target.config
         self.defaults = defaults_of(config)
-        self.num_slots, self.seq_len, self.num_classes = num_slots, config.seq_len, config.num_classes
+        self.num_slots = self.at_once = num_slots
+        self.seq_len, self.num_classes = config.seq_len, config.num_classes
         self.image_size = config.img_size
         self._prepared = precision.prepare(target)  # before slots take the memory
 

@@ -47,6 +47,7 @@ from cspd.request import Inpainting, Output, Request, Resized, cropping, placed,
 from cspd.runs import (
     LAZY,
     OPTIONAL,
+    SPEED,
     STATS,
     Store,
     differences,
@@ -59,7 +60,7 @@ from cspd.runs import (
     summary_of,
     write_png,
 )
-from cspd.speed import against_plain
+from cspd.speed import PlainRounds, against_plain, is_plain
 from cspd.terminal import API_KEY, if_stopped, install
 
 # Sampling into a folder: PNGs, a grid with captions and a JSON record. An interrupted run resumes.
@@ -108,7 +109,7 @@ def sample_to_folder(
         heatmap: also write heatmap.png. It is blank for images of an earlier run without it.
         before: captions and images to show first in grid.png.
         finish: turns an output into the image to write, [3, H, W].
-        speed: at the end, also time how fast baseline sampling would have been, see `cspd.speed`.
+        speed: also time how fast baseline sampling would have been, see `cspd.speed`.
 
     Raises:
         ValueError: an invalid request, or as `Store.claim`.
@@ -131,24 +132,27 @@ def sample_to_folder(
         journal.unlink(missing_ok=True)
 
         todo = [index for index, name in enumerate(names) if name in missing]
-        new = _generate(engine, prepared, out, names, todo, progress, heatmap, finish)
+        resolved = prepared[0].request
+        plain = None
+        if speed and todo and not is_plain(resolved):
+            plain = PlainRounds(engine, resolved, len(todo))
+        new = _generate(engine, prepared, out, names, todo, progress, heatmap, finish, plain)
         record["images"] = sorted([*record["images"], *new.entries], key=lambda entry: entry["index"])
         summary = summary_of([entry["stats"] for entry in record["images"]], len(todo), new.seconds)
-        summary["window"] = prepared[0].request.window
+        summary["window"] = resolved.window
         summary |= audit(engine, new.audited, len(todo))
         summary["judged_and_accepted"] = new.draft_counts
-        record["summary"] = summary
-        store.save(_without_nulls(record))
-        journal.unlink(missing_ok=True)
-        _write_overviews(engine, out, names, record, prepared, heatmap, before)
-
-        # after everything is written: an interruption here loses nothing
         if speed and todo:
             # without the capture of CUDA graphs, which later runs of these shapes share
             seconds = new.seconds - new.capture_seconds
             rounds = seconds - new.seconds_between_rounds
-            summary |= against_plain(engine, prepared[0].request, len(todo), seconds, rounds)
-            store.save(_without_nulls(record))
+            summary |= against_plain(resolved, len(todo), seconds, rounds, plain)
+        elif earlier:
+            summary |= {name: earlier.get("summary", {}).get(name) for name in SPEED}
+        record["summary"] = summary
+        store.save(_without_nulls(record))
+        journal.unlink(missing_ok=True)
+        _write_overviews(engine, out, names, record, prepared, heatmap, before)
     return record
 
 
@@ -185,7 +189,7 @@ def _prepared(
             choices = earlier_choices(each.request.settings, earlier)
             decided.append(engine.checked(each.request.but(**choices)))
         checked = decided
-    return [engine.prepare(each) for each in checked]
+    return engine.prepare_all(checked)
 
 
 def _is_whole(path: Path, entry: dict | None) -> bool:
@@ -213,7 +217,7 @@ class Generated(NamedTuple):
     Attributes:
         entries: of the record.
         draft_counts: [verified, accepted] drafts, summed over the images; each a list as in `RoundStats`.
-        seconds: wall time. capture_seconds: the part spent capturing CUDA graphs.
+        seconds: wall time, without that of `cspd.speed`. capture_seconds: the part spent capturing CUDA graphs.
         seconds_between_rounds: the part spent decoding and writing images while no round ran.
         audited: some of the finished images.
     """
@@ -235,15 +239,16 @@ def _generate(
     progress: bool,
     heatmap: bool,
     finish: Callable[[Output], Tensor],
+    plain: PlainRounds | None,
 ) -> Generated:
-    """Generates and writes the images with the indices `todo`."""
+    """Generates and writes the images with the indices `todo`. `plain`: takes turns with their rounds."""
     entries: list[dict] = []
     draft_counts: dict[str, list] = {}
     audited = []
     writing = 0.0
     captured = engine.graphs.seconds
     start = time.perf_counter()
-    for k, output in engine.stream([requests[index] for index in todo], progress):
+    for k, output in engine.stream([requests[index] for index in todo], progress, plain):
         finished = time.perf_counter()
         index = todo[k]
         stats = output.stats.to_dict()
@@ -270,6 +275,8 @@ def _generate(
         write_bytes(out / names[index], content)
         writing += time.perf_counter() - finished
     seconds = time.perf_counter() - start
+    if plain is not None:
+        seconds -= plain.seconds
 
     # All images of a batch report the same seconds of decoding, so equal values count once. On a GPU, decoding overlaps
     # later rounds, except for the last batch.
@@ -420,7 +427,7 @@ def tell(engine: Engine, checked: Prepared, record: dict, out: Path, heatmap: bo
         print(f"wrote {out / HEATMAP} (the cost of each token)")
     pngs = "1 PNG" if num == 1 else f"{num} PNGs"
     print(f"wrote {out / GRID} (all images), {out / RECORD} (settings, statistics), {pngs}")
-    line = speed_line(summary, engine.num_slots)
+    line = speed_line(summary, min(engine.num_slots, summary["images_made"] or num))
     if line:
         print(line)
 

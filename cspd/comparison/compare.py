@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.comparison.report import NAMES, WORSE, value_of
+from cspd.comparison.report import NAMES, WORSE, half_interval, value_of
 from cspd.comparison.study import (
     TIMED,
     TUNE,
@@ -457,13 +457,14 @@ class Trial:
 
     Attributes:
         speed: images per second.
-        excess: how much worse the candidate is than the limit; 0 or less is good enough.
-        error: standard error of the excess.
+        excess: how much worse the candidate is than the limit; 0 or less is good enough, if it is sure.
+        error: standard error of the excess. reach: from the excess to the upper end of its 95 % interval.
     """
 
     speed: float
     excess: float
     error: float = 0.0
+    reach: float = 0.0
 
 
 def rungs(num: int) -> list[int]:
@@ -536,9 +537,9 @@ def survivors(trials: Sequence[Trial], number: int) -> list[int]:
     return sorted(ranked[:number])
 
 
-def fastest(trials: Sequence[Trial]) -> int | None:
-    """The fastest candidate that is good enough and faster than the first, or None."""
-    good = [i for i in _faster(trials) if trials[i].excess <= 0]
+def fastest(trials: Sequence[Trial], is_sure: bool = True) -> int | None:
+    """The fastest candidate that is good enough, with its interval if `is_sure`, and faster than the first, or None."""
+    good = [i for i in _faster(trials) if trials[i].excess + is_sure * trials[i].reach <= 0]
     return max(good, key=lambda i: trials[i].speed, default=None)
 
 
@@ -592,8 +593,9 @@ def tune(
         The report of a comparison of the last rung's rows. Each has "losses", how much worse than baseline sampling it
         is with the standard error and its degrees of freedom, by the names of limits, and whether it is on the Pareto
         "front" of speed, FID and difference. "tune" has the limits, the measurements of each rung, failed rows, and the
-        name of the "chosen" row: None if no row is both faster than baseline sampling and within the limits. "nearest"
-        is the name of the row, faster if there is one, that exceeds the limits least.
+        name of the "chosen" row: None if no row is both faster than baseline sampling and within the limits with its
+        95 % interval. "unresolved" is the name of a faster row that is within the limits as measured, but may exceed
+        them by chance. "nearest" is the name of the row, faster if there is one, that exceeds the limits least.
 
     Raises:
         ValueError: baseline sampling gives no images, or as `compare`.
@@ -618,12 +620,14 @@ def tune(
     trials = [_trial(row, limits) for row in own]
     # the first trial is baseline sampling, which the others must beat
     best = fastest(trials)
+    likely = fastest(trials, is_sure=False)
     near = nearest(trials)
     report["tune"] = {
         "limits": dict(limits),
         "rungs": history,
         "failed": failed,
         "chosen": None if best is None else own[best]["name"],
+        "unresolved": None if likely in (None, best) else own[likely]["name"],
         "nearest": None if near is None else own[near]["name"],
     }
     return report, images
@@ -716,16 +720,16 @@ def _loss(name: str, scores: Mapping[str, Score], plain: Mapping[str, Score]) ->
 
 def _trial(row: dict, limits: Mapping[str, float]) -> Trial:
     """The trial of a row, by the limit that it exceeds most."""
-    # an unknown loss is beyond any limit
-    beyond = []
+    speed = value_of(row, "images_per_second")
+    beyond, worst = [], []
     for name, limit in limits.items():
         loss = row["losses"][name]
-        if loss is None:
-            beyond.append((math.inf, 0.0))
-        else:
-            beyond.append((loss["loss"] - limit, loss["error"]))
+        if loss is None:  # beyond any limit
+            return Trial(speed, math.inf)
+        beyond.append((loss["loss"] - limit, loss["error"]))
+        worst.append(loss["loss"] - limit + half_interval(loss))
     excess, error = max(beyond)
-    return Trial(value_of(row, "images_per_second"), excess, error)
+    return Trial(speed, excess, error, max(worst) - excess)
 
 
 def _point(row: dict) -> tuple[float, float, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -400,32 +401,51 @@ def front_table(report: dict) -> str:
 
 
 def choice_told(report: dict) -> str:
-    """The chosen row in a sentence, with the limits that it may exceed by chance."""
+    """The chosen row in a sentence; and a faster one, if more images might show that it is within the limits."""
     tuned = report["tune"]
     row: Any = _named(report, tuned["chosen"])
     sentence = f"{_fast(row)} as ar, the fastest with {wanted(tuned['limits'])}"
-    # the best of many candidates is partly the luckiest: its interval may reach beyond a limit
-    unsure = []
-    for name, limit in tuned["limits"].items():
-        loss = row["losses"][name]
-        if loss["loss"] + half_interval(loss) > limit:
-            unsure.append(f"{NAMES[name]} {against_plain(row, name)}")
-    if not unsure:
-        return sentence
-    values = ", ".join(unsure)
-    remedy = f"a larger --num than {report['images']} resumes the search and makes it surer"
-    return f"{sentence}; it may exceed the limits, within chance ({values}): {remedy}"
+    return f"{sentence}; {_unresolved(report)}" if tuned["unresolved"] else sentence
 
 
 def shortfall(report: dict) -> str:
     """The nearest row to the limits, in a sentence, if no row is chosen."""
     tuned = report["tune"]
+    if tuned["unresolved"]:
+        return _unresolved(report)
     sentence = f"no configuration that is faster than ar is within the limits ({wanted(tuned['limits'])})"
     row = _named(report, tuned["nearest"])
     if row is None:
         return f"{sentence}: no candidate was left; take ar"
     values = [f"{NAMES[name]} {against_plain(row, name) or 'unknown'}" for name in tuned["limits"]]
     return f"{sentence}: the nearest is {_fast(row)}, {', '.join(values)}; allow more, or take ar"
+
+
+def _unresolved(report: dict) -> str:
+    """The row that may be within the limits, and the number of images that would tell."""
+    tuned = report["tune"]
+    row: Any = _named(report, tuned["unresolved"])
+    values, wants = [], []
+    needed = 0.0
+    for name, limit in tuned["limits"].items():
+        loss = row["losses"][name]
+        if loss["loss"] + half_interval(loss) > limit:
+            values.append(f"{NAMES[name]} {against_plain(row, name)}")
+            wants.append(f"{100 * limit:.3g} %")
+            needed = max(needed, images_needed(loss, limit, report["images"]))
+    sentence = f"not resolved: {_fast(row)}, {', '.join(values)} with {report['images']} images"
+    if math.isinf(needed):
+        return f"{sentence}: no number of images tells a limit of {', '.join(wants)}; allow more"
+    return f"{sentence}: {', '.join(wants)} needs about {needed:.0f} images, and --num {needed:.0f} resumes the search"
+
+
+def images_needed(loss: dict, limit: float, images: int) -> float:
+    """About how many images make half of a loss's 95 % interval as small as the limit, to two digits, rounded up."""
+    if limit <= 0:
+        return math.inf
+    exact = images * (half_interval(loss) / limit) ** 2
+    unit = 10.0 ** max(0, math.floor(math.log10(exact)) - 1)
+    return math.ceil(exact / unit) * unit
 
 
 def _named(report: dict, name: str | None) -> dict | None:

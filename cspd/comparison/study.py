@@ -724,7 +724,7 @@ def taking_turns(
             choices = earlier_choices(row.request.settings, earlier_windows.get(row.name))
             plan = row.engine.check(row.request.but(**choices))
             with _failing(r, failed, may_fail):
-                plan = row.engine.resolve(plan)
+                plan = row.engine.resolve(plan, num)
             plans.append(plan)
             # images depend on the window: a resumed run takes the same one again
             record["windows"][row.name] = {name: getattr(plan, name) for name in DECIDED}

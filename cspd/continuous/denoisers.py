@@ -76,7 +76,7 @@ def check_window(request: Request, runner: ContinuousRunner) -> None:
 def resolve_window(request: Request, runner: ContinuousRunner) -> Request:
     """The request with the fastest window for it on this device, if it does not have a window."""
     if request.window is None:
-        request = request.but(**runner.tuning.choice(request, runner.num_slots).config)
+        request = request.but(**runner.tuning.choice(request, runner.at_once).config)
     if request.window and request.draft != "frozen":  # so that no round has to wait for the fit
         for model in ("target", "draft") if request.chains else ("target",):  # CSpD's, of both models
             runner.tuning.calibrations[model].get(request)
@@ -132,14 +132,6 @@ def resolve_plan(request: Request, runner: ContinuousRunner) -> Request:
     if request.chains and is_corrected:  # CSpD's, of both models
         runner.tuning.calibrations["draft"].shortcut(request)
     return request
-
-
-def at_hand(request: Request, runner: ContinuousRunner) -> tuple[Request, float] | None:
-    """A checked request with the usual number of head calls, and its `Shortcut.difference`; None if it needs a fit."""
-    calibrations = runner.tuning.calibrations["target"]
-    usual = request.but(head_calls=min(HEAD_CALLS, request.num_sampling_steps))
-    shortcut = calibrations.find(usual, Shortcut) if calibrations.find(usual, Predictor) else None
-    return None if shortcut is None else (usual, shortcut.difference.item())
 
 
 # The table.

@@ -7,7 +7,6 @@ import functools
 import json
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from tqdm import tqdm
 
 from cspd import noise
 from cspd.continuous.rows import BASELINE, ContinuousRunner, Drawn, MakeRunner, Rows, run_plain_round
-from cspd.device import Precision, seconds_of, send
+from cspd.device import Precision, in_turns, seconds_of, send, unsteadiness
 from cspd.files import ArrayCache, Kind, content_hash, measured_once, of_device, remember, user_cache
 from cspd.graphs import Graphs
 from cspd.heads.calibrated import (
@@ -59,8 +58,7 @@ LARGEST = 1e18  # seconds, sizes or bytes
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 STEPS, WINDOW, PASSES = 128, 8, 12  # of the timed chains, which are too long to end in it
 ANCESTRAL_STEPS = STEPS // 4
-REPEATS, PATIENCE = 5, 0.5  # sizes grow until one takes PATIENCE seconds
-ENOUGH = 3.0  # seconds of one size, after which two repeats suffice: noise matters only in short times
+TURNS, PATIENCE = 5, 0.5  # sizes grow until one takes PATIENCE seconds
 
 
 @dataclass(frozen=True)
@@ -72,6 +70,7 @@ class Costs:
             their speculative chains, divided by the denoising steps.
         inputs: rows times window; round: seconds of a speculative pass for each.
         table_size: rows times steps whose modulations fit into memory, see `cspd.heads.verify.table_size`.
+        unsteadiness: of these times, see `cspd.device.unsteadiness`.
     """
 
     rows: list[int]
@@ -80,6 +79,7 @@ class Costs:
     inputs: list[int]
     round: list[float]
     table_size: int
+    unsteadiness: float = 0.0
 
     def check(self) -> None:
         """Raises ValueError unless the lists are as `measure` returns them: equally long, finite and not negative."""
@@ -173,6 +173,7 @@ def measure(
     runner = Graphs(device, graphs)
     measured: dict[str, list[float]] = {"ancestral": [], "start": [], "round": []}
     rows: list[int] = []
+    unsteady = 0.0
     limit = table_size(head, num_branches, precision)
     for size in tqdm(ROWS, desc="timing this device", unit=" size", leave=False, delay=0.5, disable=None):
         if rows and size * STEPS > limit:
@@ -182,11 +183,15 @@ def measure(
         times = _time_one_size(chains, z, runner, compiled)
         for name, seconds in times.items():
             smaller = measured[name][-1:]
-            measured[name].append(max([min(seconds), *smaller]))  # a larger size is never faster, except by noise
+            # a window stays for a whole image: it must be faster than baseline sampling that nobody disturbs
+            typical = min(seconds) if name == "ancestral" else statistics.median(seconds)
+            measured[name].append(max([typical, *smaller]))  # a larger size is never faster, except by noise
+        unsteady = max(unsteady, unsteadiness(times.values()))
         rows.append(size)
-        if times["start"][0] * STEPS > PATIENCE:
+        if measured["start"][-1] * STEPS > PATIENCE:
             break
-    return Costs(rows=rows, inputs=[size * WINDOW for size in rows], table_size=limit, **measured)
+    inputs = [size * WINDOW for size in rows]
+    return Costs(rows=rows, inputs=inputs, table_size=limit, unsteadiness=unsteady, **measured)
 
 
 def _time_one_size(chains: Chains, z: Tensor, graphs: Graphs, compiled: bool) -> dict[str, list[float]]:
@@ -208,16 +213,16 @@ def _time_one_size(chains: Chains, z: Tensor, graphs: Graphs, compiled: bool) ->
         chains.clear()
         chains.start(range(size), position, seed, position, z, ones, ones)
 
-    times: dict[str, list[float]] = {"ancestral": [], "start": [], "round": []}
-    begun = time.perf_counter()
-    for repeat in range(REPEATS):
-        if repeat > 1 and time.perf_counter() - begun > ENOUGH:
-            break
-        times["ancestral"].append(seconds_of(run_ancestral, device) / ANCESTRAL_STEPS)
-        times["start"].append(seconds_of(start, device) / STEPS)
+    def a_pass() -> float:  # of the chains that were just started
         launches = [seconds_of(chains.advance, device) for _ in range(PASSES // chains.passes)]
-        times["round"].append(statistics.median(launches) / chains.passes)
-    return times
+        return statistics.median(launches) / chains.passes
+
+    works: dict[str, Callable[[], float]] = {
+        "ancestral": lambda: seconds_of(run_ancestral, device) / ANCESTRAL_STEPS,
+        "start": lambda: seconds_of(start, device) / STEPS,
+        "round": a_pass,
+    }
+    return in_turns(works, TURNS)
 
 
 # Traces: chains of the model's own samples.
@@ -367,7 +372,7 @@ class Fitted:
 # the time of a fit in units of one trace, without its traces, and the traces that it needs: measured with `digits32`
 WORK = {Calibration: 0.15, Predictor: 0.3, Shortcut: 0.9}
 TRACES = {Calibration: (SEEN,), Predictor: (SEEN, CHOOSING), Shortcut: PARTS}
-COSTS_SCHEMA = "cspd.costs/3"  # 3: with graphs and torch.compile it times the captured and compiled code
+COSTS_SCHEMA = "cspd.costs/4"  # 4: medians of turns, and of a steady machine only
 SCHEMAS = {Calibration: "cspd.calibration/1", Predictor: "cspd.predictor/1", Shortcut: "cspd.shortcut/2"}
 
 

@@ -259,16 +259,23 @@ def _added(before: list[int], now: list[float]) -> list[int]:
 
 def run_plain_round(runner: VQRunner, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
     """Samples the next token of every sequence and returns the finished sequences; copies nothing to the CPU."""
-    launch(runner, sequences, watch, _sample)
+    return run_single_tokens(runner, sequences, watch, sample_next)
+
+
+def run_single_tokens(runner: VQRunner, sequences: list[Sequence], watch: Stopwatch, work: Work) -> list[Sequence]:
+    """Runs a round whose `work` commits one token of every sequence; returns the finished sequences."""
+    launch(runner, sequences, watch, work)
     for sequence in sequences:
         count_round(sequence, committed=1)
     return finished(runner, sequences)
 
 
-def _sample(runner: VQRunner, batch: Batch) -> Tensor:
+def sample_next(runner: VQRunner, batch: Batch) -> Tensor:
     """Samples and commits the next tokens. Returns the number of accepted drafts, 0: [B, 1]."""
     last, _ = runner.last(batch, 1)
     features = runner.features(batch, last)
+    if batch.request.draft in DRAFTS and DRAFTS[batch.request.draft].needs == "eagle":
+        runner.past.keep(batch, features)  # a later round may draft
     P = runner.distributions(batch, features)
     here = steps(1, runner.device)
     tokens = sample(P, runner.drawn(batch, here))

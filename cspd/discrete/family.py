@@ -8,24 +8,34 @@ import math
 import statistics
 import time
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
+from torch import Tensor
 
-from cspd.device import Precision, check_fits, free_bytes
-from cspd.discrete.batch import MOST_NODES, most_columns
-from cspd.discrete.drafts import DRAFTS, check_model, drafting, run_drafted_round, run_plain_round
+from cspd.device import Precision, check_fits, free_bytes, in_turns, seconds_of, unsteadiness
+from cspd.discrete.batch import MOST_NODES, Batch, most_columns
+from cspd.discrete.drafts import (
+    DRAFTS,
+    check_model,
+    drafting,
+    run_drafted_round,
+    run_plain_round,
+    run_single_tokens,
+    sample_next,
+)
 from cspd.discrete.gpt import GPT, Eagle, GPTConfig, VQModel
-from cspd.discrete.jacobi import jacobi, run_jacobi_round
+from cspd.discrete.jacobi import jacobi, run_jacobi_round, slide_by_one
 from cspd.discrete.registry import HFConfig
 from cspd.discrete.rules import DIALS, MIXED, rule_of
 from cspd.discrete.runner import VQRunner
 from cspd.discrete.text import TextEncoder
 from cspd.discrete.zipar import ZIPAR
-from cspd.files import content_hash, keep, measured_before, measured_once, of_device, user_cache
+from cspd.files import content_hash, keep, measured_before, measured_once, of_device, remember, user_cache
 from cspd.graphs import Graphs
 from cspd.method import (
     PLAIN,
@@ -254,7 +264,76 @@ def run_round(runner: VQRunner, sequences: list[Sequence], watch: Stopwatch) -> 
     request = sequences[0].request
     if request.window == 0:
         return run_plain_round(runner, sequences, watch)
-    return ROUNDS[request.draft](runner, sequences, watch)
+    # what a user asked for is what runs; and the seconds of a GPU's round are known rounds later
+    if runner.late or not all(map(_is_open, sequences)):
+        return ROUNDS[request.draft](runner, sequences, watch)
+    race = runner.tuning.race(sequences[0].key, request)
+    drafts = race.begin()
+    start = time.perf_counter()
+    if drafts:
+        ended = ROUNDS[request.draft](runner, sequences, watch)
+    else:
+        ended = run_single_tokens(runner, sequences, watch, _sample_between)
+    race.end(time.perf_counter() - start)
+    return ended
+
+
+def _is_open(sequence: Sequence) -> bool:
+    """Whether its user left the draft to this method."""
+    asked = sequence.asked
+    return asked is not None and all(getattr(asked, name) is None for name in DECIDED)
+
+
+def _sample_between(runner: VQRunner, batch: Batch) -> Tensor:
+    """As `sample_next`, between rounds that draft."""
+    if batch.request.draft == "jacobi":
+        slide_by_one(runner, batch)
+    return sample_next(runner, batch)
+
+
+# The choice is a prediction, and other processes may take what it counted on: the cores that work on a window's tokens
+# side by side. So a few rounds are of the other kind, and the kind that is faster lately goes on. Only seconds are
+# compared: how many tokens a round commits varies much, but its mean does not depend on the machine.
+
+BLOCK = 4  # rounds of one kind in a row: a window that was left alone needs a few to converge again
+EVERY, FIRST = 16, 2  # of so many blocks one is of the other kind, and which one
+RECENT = 16  # rounds of each kind that count
+MARGIN = 1.1  # times as fast: baseline sampling must be, to be run in place of the draft
+
+
+class Race:
+    """Whether rounds that draft, or those of baseline sampling, commit more tokens per second lately.
+
+    Both give the image of `ar`, so that the winner decides only how long an image takes.
+
+    Args:
+        tokens: the mean that a round commits that drafts.
+    """
+
+    def __init__(self, tokens: float) -> None:
+        self.tokens = tokens
+        self._rounds = 0
+        self._drafts = True  # the kind of this block
+        self._recent: dict[bool, deque[float]] = {kind: deque(maxlen=RECENT) for kind in (True, False)}
+
+    def begin(self) -> bool:
+        """Begins a round. Returns whether it drafts."""
+        block, first = divmod(self._rounds, BLOCK)
+        if first == 0:
+            self._drafts = self.is_draft_faster() != (block % EVERY == FIRST)
+        self._rounds += 1
+        return self._drafts
+
+    def end(self, seconds: float) -> None:
+        """Ends the round, which took `seconds`."""
+        self._recent[self._drafts].append(seconds)
+
+    def is_draft_faster(self) -> bool:
+        """Whether drafting is faster, as predicted, or not much slower."""
+        if not all(self._recent.values()):
+            return True
+        by_draft, plain = (statistics.median(self._recent[kind]) for kind in (True, False))
+        return by_draft / self.tokens <= MARGIN * plain
 
 
 def check(request: Request, runner: VQRunner) -> None:
@@ -265,7 +344,7 @@ def check(request: Request, runner: VQRunner) -> None:
 
 def resolve(request: Request, runner: VQRunner) -> Request:
     """The request with the settings that it leaves open set to the fastest draft configuration on this device."""
-    return request.but(**runner.tuning.choice(request, runner.num_slots).config)
+    return request.but(**runner.tuning.choice(request, runner.at_once).config)
 
 
 SPECULATIVE = Method(
@@ -291,10 +370,10 @@ SPECULATIVE = Method(
 # images of `ar`: the choice decides only how long they take.
 
 SCHEMA, PRICES_SCHEMA = "cspd.vq-costs/1", "cspd.vq-prices/1"
+SECONDS_SCHEMA = "cspd.vq-seconds/1"
 MOST_CODES = 6.0  # the largest plausible mean of tokens per round: the largest ever measured is 4.3
 LARGEST = 1e9
-REPEATS = 12  # how often a round is timed
-LONG = 0.1  # seconds; a round that takes longer is timed once
+TURNS = 12  # how often a round is timed
 IMAGES = 4  # images that are generated to count tokens per round
 PRICED = 8  # images that are generated to measure the price of a rule
 TEXT_STEP = 32  # prompts are timed at lengths that are multiples of this
@@ -334,9 +413,15 @@ def farthest(config: DraftConfig) -> float:
 
 @dataclass(frozen=True)
 class Rounds:
-    """A measurement of draft configurations, by name: seconds per round, or tokens per round."""
+    """A measurement of draft configurations.
+
+    Attributes:
+        values: by name, seconds per round or tokens per round.
+        unsteadiness: of the seconds, see `cspd.device.unsteadiness`.
+    """
 
     values: dict[str, float]
+    unsteadiness: float = 0.0
 
     def check(self) -> None:
         """Raises ValueError unless all values are positive and finite: they are used as divisors."""
@@ -418,6 +503,15 @@ class Tuning(DraftChooser):
         self.device, self.precision, self.compiled, self.graphs = device, precision, compiled, graphs
         self._calibrations = calibrations
         self._hashes: dict[str, str] = {}
+        self._races: dict[Hashable, Race] = {}
+
+    def race(self, key: Hashable, request: Request) -> Race:
+        """The race between the draft and baseline sampling, for sequences of one key, such as the resolved request."""
+        if key not in self._races:
+            [config] = (each for each in (*JACOBI, *TREES) if request.but(**each) == request)
+            [tokens] = self.tokens_per_round(request, [config]).values()
+            remember(self._races, key, Race(tokens))
+        return self._races[key]
 
     def _kind(self, request: Request, num_slots: int) -> tuple:
         return *super()._kind(request, num_slots), self._text_length(request)
@@ -444,7 +538,7 @@ class Tuning(DraftChooser):
     def seconds(self, request: Request, num_slots: int, by_name: Mapping[str, DraftConfig]) -> dict[str, float]:
         """Seconds per round of each configuration, with `num_slots` sequences half-way through an image."""
         key = {
-            "schema": SCHEMA,
+            "schema": SECONDS_SCHEMA,
             **of_device(self.device),
             "precision": self.precision.policy,
             "compiled": self.compiled,
@@ -460,9 +554,9 @@ class Tuning(DraftChooser):
 
         def measure() -> Rounds:
             requests = {name: request.but(**config) for name, config in by_name.items()}
-            times = round_seconds(self._runner(num_slots), requests, long=LONG)
-            # other processes only ever add time, so the minimum is the best estimate
-            return Rounds({name: min(own) for name, own in times.items()})
+            times = round_seconds(self._runner(num_slots), requests)
+            typical = {name: statistics.median(own) for name, own in times.items()}
+            return Rounds(typical, unsteadiness(times.values()))
 
         return measured_once(Rounds, key, measure, "timing this device, once", user_cache()).values
 
@@ -575,41 +669,31 @@ class Tuning(DraftChooser):
 def round_seconds(
     runner: VQRunner,
     requests: Mapping[str, Request],
-    repeats: int = REPEATS,
+    turns: int = TURNS,
     clock: Callable[[], float] = time.perf_counter,
-    long: float = math.inf,
 ) -> dict[str, list[float]]:
     """Times rounds of resolved requests, interleaved, with all slots half-way through an image.
 
     Args:
-        clock: returns seconds.
-        long: seconds; a round that takes this long is timed once, since noise matters for short times only.
+        turns: as in `cspd.device.in_turns`. clock: returns seconds.
 
     Returns:
         The seconds of each timed round, by the name of its request.
     """
-    times: dict[str, list[float]] = {name: [] for name in requests}
-    for repeat in range(1 + repeats):
-        for name, request in requests.items():
-            if max(times[name], default=0.0) >= long:
-                continue
-            seconds = _seconds_half_way(runner, _begun(runner, request), clock)
-            if repeat > 0:  # the first round warms up
-                times[name].append(seconds)
-    return times
+    works = {}
+    for name, request in requests.items():
+        works[name] = functools.partial(_seconds_half_way, runner, request, clock)
+    return in_turns(works, turns, clock)
 
 
-def _seconds_half_way(runner: VQRunner, sequences: list[Sequence], clock: Callable[[], float]) -> float:
+def _seconds_half_way(runner: VQRunner, request: Request, clock: Callable[[], float]) -> float:
     # half-way, a round has the mean cost of attention; the tokens themselves do not matter
+    sequences = _begun(runner, request)
     half = runner.seq_len // 2
     runner.num_committed.fill_(half)
     for sequence in sequences:
         sequence.num_committed = half
-    _synchronize(runner.device)
-    start = clock()
-    run_round(runner, sequences, Stopwatch(runner.device))
-    _synchronize(runner.device)
-    return clock() - start
+    return seconds_of(lambda: run_round(runner, sequences, Stopwatch(runner.device)), runner.device, clock)
 
 
 @torch.inference_mode()
@@ -649,11 +733,6 @@ def _begun(runner: VQRunner, request: Request, method: Method = SPECULATIVE) -> 
         sequences.append(Sequence(own, slot=slot, key=method.round_key(own), uses=method.uses(own)))
     runner.admit(sequences)
     return sequences
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # The models of an engine, and whether they are compatible.

@@ -282,6 +282,16 @@ def _redraw(
     cached_nodes(runner)[batch.slot, : nodes.shape[1]] = nodes
 
 
+def slide_by_one(runner: VQRunner, batch: Batch) -> None:
+    """Moves the windows, which have no siblings, behind the one token that a round of baseline sampling commits."""
+    path = batch.request.window
+    nodes = cached_nodes(runner)
+    guesses = _guesses(runner, batch, 1 + steps(path, runner.device))
+    is_new = (batch.iteration == 0).unsqueeze(1)
+    nodes[batch.slot, : path - 1] = torch.where(is_new, guesses[:, :-1], nodes[batch.slot, 1:path])
+    nodes[batch.slot, path - 1] = guesses[:, -1]
+
+
 def _likeliest_siblings(left: Tensor, comb: Comb) -> Tensor:
     """The likeliest siblings int64 [B, D, K - 1], by Q without the path's own tokens, [B, D, V]; -1 if it is 0."""
     siblings = likeliest(left, comb.siblings.shape[1])

@@ -243,7 +243,7 @@ class VQRunner:
         self.compiled = compiled
         self.graphs = graphs or Graphs(device, enabled=False)
         self.config = target.config
-        self.num_slots = num_slots
+        self.num_slots = self.at_once = num_slots
         self.seq_len = target.config.block_size
         self.num_classes = target.config.num_classes
         self.defaults = defaults_of(target.config)

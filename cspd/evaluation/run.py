@@ -445,14 +445,14 @@ def plan(
     if seeds and list(seeds) != list(following):
         manifest["seeds"] = list(seeds)
     if store is None:
-        manifest["request"] = _common(engine.resolve(checked))
+        manifest["request"] = _common(engine.resolve(checked, num))
         return Shards(Path(), num, manifest)
     shards = Shards(store.folder, num, manifest)
     earlier = store.claim(manifest, shards.files(), overwrite, shared)
     while True:
         # settings that a method chooses, such as the window, are those of the run that is resumed
         choices = earlier_choices(checked.settings, earlier and earlier["request"])
-        manifest["request"] = _common(engine.resolve(checked.but(**choices)))
+        manifest["request"] = _common(engine.resolve(checked.but(**choices), num))
         if earlier and shared:
             break
         try:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import Tensor
 from cspd import noise
 from cspd.continuous.rows import Rows, full_conditions
 from cspd.continuous.tuning import TRACE_SEED, traced
-from cspd.device import seconds_of, send_integers
+from cspd.device import in_turns, seconds_of, send_integers, unsteadiness
 from cspd.files import measured_once, of_device, remember, user_cache
 from cspd.graphs import Graphs
 from cspd.heads.calibrated import Predictor, follow, make_segments, plan_of
@@ -221,13 +222,9 @@ def exact_requests(request: Request, seq_len: int, num_classes: int) -> list[Req
 # The costs of rounds on this device.
 
 TIMED = 6  # iterations of which the backbone is timed
-REPEATS = 4
+TURNS = 4
 CALLS = 10  # head calls of the chains that are timed
-COSTS_SCHEMA, PRICES_SCHEMA, PLAN_SCHEMA = "cspd.round_costs/4", "cspd.prices/5", "cspd.plan_price/3"
-
-
-def _timed(work: Any, device: torch.device) -> float:
-    return min(seconds_of(work, device) for _ in range(REPEATS))
+COSTS_SCHEMA, PRICES_SCHEMA, PLAN_SCHEMA = "cspd.round_costs/5", "cspd.prices/5", "cspd.plan_price/3"
 
 
 @torch.inference_mode()
@@ -236,20 +233,37 @@ def time_rounds(replay: Replay, predictor: Predictor) -> RoundCosts:
     runner, num_iter = replay.runner, replay.num_iter
     request = replay.batch[0].request
     iterations = np.unique(np.linspace(min(1, num_iter - 1), num_iter - 1, TIMED).round().astype(int)).tolist()
-    full = [_time_full(replay, iteration) for iteration in iterations]
-    lazy = [[_time_lazy(replay, iteration, settings) for iteration in iterations] for settings in LAZY]
-
     counts = tokens_by_iteration(request, runner.seq_len)
     several = counts.max() * np.array([1, 4, 1 + JOINED])
     sizes = np.unique([counts.min(), *several.clip(max=counts.sum())]) * len(replay.batch)
-    times = [_time_calls(runner, predictor, request, int(size)) for size in sizes]
-    both, one = zip(*times)
-    return RoundCosts(iterations, full, lazy, sizes.tolist(), list(both), list(one))
+
+    works: dict[tuple, Callable[[], float]] = {}
+    for iteration in iterations:
+        works["full", iteration] = functools.partial(_time_full, replay, iteration)
+        for i, settings in enumerate(LAZY):
+            works["lazy", i, iteration] = functools.partial(_time_lazy, replay, iteration, settings)
+    num_calls = min(CALLS, len(runner.target.head.schedule(request.num_sampling_steps)))
+    for size in map(int, sizes):
+        for null_every in (1, num_calls):
+            chains = _calls(runner, predictor, request, size, null_every)
+            works["calls", size, null_every] = functools.partial(seconds_of, chains, runner.device)
+    times = in_turns(works, TURNS)
+
+    seconds = {name: statistics.median(own) for name, own in times.items()}
+    full = [seconds["full", iteration] for iteration in iterations]
+    lazy = [[seconds["lazy", i, iteration] for iteration in iterations] for i in range(len(LAZY))]
+    both, one = [], []
+    for size in sizes:
+        chains_of = seconds["calls", size, 1], seconds["calls", size, num_calls]
+        of_both, of_one = seconds_of_calls(*chains_of, num_calls, 2 if request.guided else 1)
+        both.append(of_both)
+        one.append(of_one)
+    return RoundCosts(iterations, full, lazy, sizes.tolist(), both, one, unsteadiness(times.values()))
 
 
 def _time_full(replay: Replay, iteration: int) -> float:
     rows = replay.rows(iteration)
-    return _timed(lambda: full_conditions(replay.runner, replay.batch, rows), replay.runner.device)
+    return seconds_of(lambda: full_conditions(replay.runner, replay.batch, rows), replay.runner.device)
 
 
 def _time_lazy(replay: Replay, iteration: int, settings: dict) -> float:
@@ -257,19 +271,12 @@ def _time_lazy(replay: Replay, iteration: int, settings: dict) -> float:
     if iteration == 0:
         return _time_full(replay, iteration)
     next(replay.conditions(iteration - 1, refreshes=str(iteration - 1), **settings))
-    (cached,) = (state["caches"] for state in replay.runner.round_state.values() if "caches" in state)
-    committed = cached.committed.copy()
     rows = replay.rows(iteration)
-
-    def evaluate() -> Tensor:
-        cached.committed[:] = committed  # or a second evaluation would find no new tokens
-        return conditions(replay.runner, replay.batch, rows)
-
-    return _timed(evaluate, replay.runner.device)
+    return seconds_of(lambda: conditions(replay.runner, replay.batch, rows), replay.runner.device)
 
 
-def _time_calls(runner: MARRunner, predictor: Predictor, request: Request, size: int) -> tuple[float, float]:
-    """Seconds of a head call on `size` tokens, with both branches, and with the conditional one only."""
+def _calls(runner: MARRunner, predictor: Predictor, request: Request, size: int, null_every: int) -> Callable[[], Any]:
+    """Work of chains of a few head calls on `size` tokens."""
     head, device = runner.target.head, runner.device
     s = head.schedule(request.num_sampling_steps)
     num_calls = min(CALLS, len(s))
@@ -277,18 +284,23 @@ def _time_calls(runner: MARRunner, predictor: Predictor, request: Request, size:
     num_branches = 2 if request.guided else 1
     z = torch.randn(num_branches, size, head.cond_dim, generator=torch.Generator().manual_seed(0)).to(device)
     ones, index = torch.ones(size, 1, device=device), torch.arange(size, device=device)
-    seconds = []
-    for null_every in (1, num_calls):
-        segments = make_segments(steps, s, predictor, np.zeros((num_calls, 2)), null_every, device)
-        draw = functools.partial(_draw, runner, s, segments)
-        run = functools.partial(runner.graphs.run, ("timed", null_every, size), draw, z, ones, ones, index, index)
-        seconds.append(_timed(run, device))
-    num_full = sum(segment.is_full for segment in segments)
+    segments = make_segments(steps, s, predictor, np.zeros((num_calls, 2)), null_every, device)
+    draw = functools.partial(_draw, runner, s, segments)
+    return functools.partial(runner.graphs.run, ("timed", null_every, size), draw, z, ones, ones, index, index)
+
+
+def seconds_of_calls(complete: float, mixed: float, num_calls: int, num_branches: int) -> tuple[float, float]:
+    """Seconds of a head call with both branches, and with the conditional one only.
+
+    Args:
+        complete, mixed: seconds of two chains of `num_calls`. In the first one all calls are complete, in the second
+            one those of `is_full_call`.
+    """
+    num_full = sum(is_full_call(i, num_calls, num_calls) for i in range(num_calls))
+    both = complete / num_calls
     if num_branches == 1 or num_full == num_calls:
-        return seconds[0] / num_calls, seconds[0] / num_calls
-    # all calls are complete in the first chain, `num_full` of them in the second
-    both = seconds[0] / num_calls
-    one = (seconds[1] - num_full * both) / (num_calls - num_full)
+        return both, both
+    one = (mixed - num_full * both) / (num_calls - num_full)
     return both, min(max(one, 0.0), both)
 
 
@@ -398,9 +410,13 @@ class Planner:
             remember(self._planned, kind, self._make_plan(request, num_slots))
         return self._planned[kind]
 
-    def made(self, request: Request, num_slots: int) -> Plan | None:
-        """The plan of a request if it was made before."""
-        return self._planned.get(self._kind(request, num_slots))
+    def made(self, request: Request) -> Plan | None:
+        """The plan that chose a resolved request's settings, if it was made here, for any number of images at once."""
+        own = self._kind(request, 0)[:-1]
+        for kind, plan in self._planned.items():
+            if kind[:-1] == own and all(request.settings.get(name) == value for name, value in plan.settings.items()):
+                return plan
+        return None
 
     def _kind(self, request: Request, num_slots: int) -> tuple:
         """Everything that a plan depends on."""
@@ -481,8 +497,8 @@ def explain(request: Request, runner: MARRunner) -> str:
 def planned(request: Request, runner: MARRunner) -> Plan:
     """The plan of a resolved request. If its axes were given, these are the plan, and are priced on first use."""
     planner = runner.tuning.planner
-    plan = planner.made(request, runner.num_slots)
-    if plan is not None and all(request.settings.get(name) == value for name, value in plan.settings.items()):
+    plan = planner.made(request)
+    if plan is not None:
         return plan
     if is_exact(request):
         return Plan(EXACT, Price(0.0, 0.0), None)
@@ -494,7 +510,7 @@ def resolve(request: Request, runner: MARRunner) -> Request:
     """A checked request with the axes and their options that the plan chooses, unless it has them."""
     if request.denoiser is not None and request.backbone is not None:
         return request
-    return request.but(**runner.tuning.planner.plan(request, runner.num_slots).settings)
+    return request.but(**runner.tuning.planner.plan(request, runner.at_once).settings)
 
 
 def check(request: Request, runner: MARRunner) -> None:

@@ -121,6 +121,7 @@ class RoundCosts:
         iterations: those that were timed. full: seconds of the whole backbone there. lazy: of the cached one, for each
             of `LAZY`.
         rows: numbers of tokens at once. both, one: seconds of a head call, with and without the unconditional branch.
+        unsteadiness: of these times, see `cspd.device.unsteadiness`.
     """
 
     iterations: list[int]
@@ -129,6 +130,7 @@ class RoundCosts:
     rows: list[int]
     both: list[float]
     one: list[float]
+    unsteadiness: float = 0.0
 
     def check(self, *_: int) -> None:
         """Raises ValueError unless the lists are as `time_rounds` returns them."""

@@ -124,7 +124,7 @@ class MARRunner:
                 precision.prepare(model)  # before slots take the memory
                 self.classes[name] = torch.cat([model.class_emb.weight, model.fake_latent])
 
-        self.num_slots = num_slots
+        self.num_slots = self.at_once = num_slots
         shape = num_slots, self.seq_len
         self.tokens = torch.zeros(*shape, self.config.token_dim, device=device)
         self.order = torch.zeros(shape, dtype=torch.int64, device=device)

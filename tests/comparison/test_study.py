@@ -320,6 +320,8 @@ def test_the_fastest_within_the_limit_is_chosen_and_else_the_nearest():
     assert fastest(trials) == 2
     assert fastest([plain, Trial(4.0, 0.01), Trial(0.5, -1.0), Trial(1.04, -1.0)]) is None
     assert fastest([plain]) is None
+    unsure = [plain, Trial(4.0, -0.04, 0.07, reach=0.15), Trial(3.0, -0.04, 0.01, reach=0.03)]
+    assert fastest(unsure) == 2 and fastest(unsure, is_sure=False) == 1
     assert nearest([plain, Trial(4.0, 0.2), Trial(3.0, 0.1), Trial(0.5, -1.0)]) == 2  # of those that are faster
     assert nearest([plain, Trial(0.5, 0.3), Trial(0.6, 0.2)]) == 2
     assert nearest([plain]) is None

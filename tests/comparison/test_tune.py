@@ -16,11 +16,11 @@ from cspd import method as cspd_method
 from cspd.cli import _parse, evaluate, flags, main
 from cspd.cli.options import request_of
 from cspd.comparison import compare, study
-from cspd.comparison.compare import OTHER_SEEDS, Trial, _add_losses, tune
-from cspd.comparison.report import against_plain, half_interval
+from cspd.comparison.compare import OTHER_SEEDS, Trial, _add_losses, _trial, tune
+from cspd.comparison.report import against_plain, choice_told, half_interval, shortfall
 from cspd.comparison.study import Configuration, comparison_store
 from cspd.evaluation.metrics import SPACES, load_reference
-from cspd.evaluation.scores import Score, standard_error
+from cspd.evaluation.scores import Score, standard_error, student_limit
 from cspd.terminal import tolerance
 
 STEPS = (2, 3, 4)  # denoising steps of the candidates
@@ -134,6 +134,36 @@ def test_intervals_of_losses_are_students():
     assert against_plain(row, "fid") == "+10.0 % ±2.8"
 
 
+def told(loss, half, limit=0.02, chosen=None):
+    """What is told of a candidate whose FID is worse by `loss`, by half of its 95 % interval more or less."""
+    losses = {"fid": {"loss": loss, "error": half / student_limit(19), "degrees": 19}}
+    speeds = {"images_per_second": {"median": 14.0}, "speed_up": {"median": 14.0}}
+    fast = {"name": "ddim", "losses": losses} | speeds
+    slow = {"name": "speculative", "losses": {"fid": {"loss": 0.0, "error": 0.0, "degrees": 1}}}
+    slow |= {"images_per_second": {"median": 1.7}, "speed_up": {"median": 1.7}}
+    plain = slow | {"name": "ar", "images_per_second": {"median": 1.0}}
+    rows = [plain, slow, fast] if chosen else [plain, fast]
+    trials = [_trial(row, {"fid": limit}) for row in rows]
+    best, likely = compare.fastest(trials), compare.fastest(trials, is_sure=False)
+    names = [None if i is None else rows[i]["name"] for i in (best, likely)]
+    tuned = {"limits": {"fid": limit}, "chosen": names[0], "unresolved": None if likely == best else names[1]}
+    tuned["nearest"] = "ddim"
+    report = {"rows": rows, "images": 100, "tune": tuned}
+    return names[0], choice_told(report) if names[0] else shortfall(report)
+
+
+def test_what_chance_may_have_given_is_not_chosen():
+    """It says how many images the limit needs: half of the interval shrinks with their root."""
+    chosen, sentence = told(-0.023, 0.146)
+    assert chosen is None and "not resolved" in sentence and "-2.3 % ±14.6" in sentence
+    assert "5400 images" in sentence and "--num 5400" in sentence  # 100 x (14.6 / 2)^2 = 5329
+    chosen, sentence = told(-0.023, 0.146, chosen="speculative")
+    assert chosen == "speculative" and "1.70 times" in sentence and "5400 images" in sentence
+    assert told(-0.023, 0.01)[0] == "ddim" and "not resolved" not in told(-0.023, 0.01)[1]
+    assert "not resolved" not in told(0.1, 0.146)[1] and "nearest" in told(0.1, 0.146)[1]
+    assert "no number" in told(-0.01, 0.146, limit=0.0)[1]
+
+
 def test_a_candidate_that_fails_is_left_out(rows, tmp_path, monkeypatch):
     timed = study._timed
     failing = {"3"}
@@ -187,7 +217,7 @@ def test_a_stopped_search_resumes_and_prints_the_command(tmp_path, monkeypatch, 
             signal.raise_signal(signal.SIGINT)
         return timed(row, requests, on_progress)
 
-    arguments = ["tune", *FEW, "--out", str(tmp_path), "--tolerance", "fid=900%,accuracy=100%", "--seed", "5"]
+    arguments = ["tune", *FEW, "--out", str(tmp_path), "--tolerance", "fid=999%,accuracy=999%", "--seed", "5"]
     arguments += ["--num-sampling-steps", "50"]  # surely slower than a few
     with monkeypatch.context() as patch:
         patch.setattr(study, "_timed", stop)

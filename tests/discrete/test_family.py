@@ -19,10 +19,11 @@ from cspd import Engine, Request, VQModels, terminal
 from cspd.cli import main
 from cspd.cli.sample import sample_to_folder
 from cspd.discrete import family
-from cspd.discrete.family import JACOBI, TREES, draft_configs, fastest, name_of, on_grid
+from cspd.discrete.family import BLOCK, EVERY, JACOBI, TREES, Race, draft_configs, fastest, name_of, on_grid
 from cspd.discrete.gpt import Eagle
 from cspd.files import COSTS, user_cache
 from cspd.method import GAIN, PLAIN, Choice
+from cspd.request import Inpainting
 
 
 @pytest.fixture(scope="module")
@@ -210,11 +211,9 @@ def test_rounds_are_timed_and_counted(models):
     runner = runner_of({name: models[name] for name in ("target", "eagle")}, 3)
     configs = (PLAIN, JACOBI[0], JACOBI[-1], TREES[-1])
     requests = {name_of(config): request_of("speculative", **config) for config in configs}
-    seconds = family.round_seconds(runner, requests, repeats=2)
+    seconds = family.round_seconds(runner, requests, turns=2)
     assert seconds.keys() == requests.keys()
     assert all(len(own) == 2 and 0 < min(own) < 1 for own in seconds.values())
-    long = family.round_seconds(runner, {ALONE: requests[ALONE]}, clock=iter(range(99)).__next__, long=1.0)
-    assert long == {ALONE: [1]}  # timed once
     assert family.tokens_per_round(runner, requests[ALONE]) == 1
     _, statistics = draw(models, requests[name_of(JACOBI[0])], 3)
     mean = sum(s.step_compression for s in statistics) / 3
@@ -222,7 +221,18 @@ def test_rounds_are_timed_and_counted(models):
     assert 1 < counted < 1 + JACOBI[0]["window"] and counted == pytest.approx(mean, rel=0.5)
 
 
+def recorded(windowed: list[float]):
+    """Recorded times: 1 s for each round of baseline sampling, `windowed` for one of a window of 4, more for others."""
+
+    def round_seconds(runner, requests):
+        times = {name: [9.0] * 3 for name in requests}
+        return times | {ALONE: [1.0] * 3, name_of(JACOBI[0]): windowed}
+
+    return round_seconds
+
+
 def test_measured_once_and_cached(engine, models, monkeypatch):
+    monkeypatch.setattr(family, "round_seconds", recorded([0.1] * 3))
     asked = Request(0, cfg=2.0)
     resolved = engine.resolve(asked)
     assert resolved.window is not None and (resolved.draft is None) == (resolved.window == 0)
@@ -236,6 +246,72 @@ def test_measured_once_and_cached(engine, models, monkeypatch):
     again = Engine(VQModels(**models), max_batch=2, device="cpu")
     assert again.resolve(asked) == resolved and again.resolve(resolved) == resolved
     assert again.with_slots(2).resolve(asked.but(label=1, seed=5)).window == resolved.window
+
+
+def test_times_of_a_busy_machine_are_not_cached(engine, monkeypatch):
+    def choose(windowed):
+        monkeypatch.setattr(family, "round_seconds", recorded(windowed))
+        engine.runner.tuning._choices.clear()
+        return engine.resolve(Request(0, cfg=2.0)).window
+
+    assert choose([0.1, 0.3, 0.1]) == 4
+    entries = json.loads((user_cache() / COSTS).read_text())
+    (seconds,) = (entry["costs"]["values"] for entry in entries if "seconds of" in entry["key"])
+    assert seconds[name_of(JACOBI[0])] == 0.1
+    (user_cache() / COSTS).unlink()
+    assert choose([0.1, 0.3, 0.4]) == 4  # it decides, but only here and now
+    assert not any("seconds of" in entry["key"] for entry in json.loads((user_cache() / COSTS).read_text()))
+
+
+# ---- The default falls back to baseline sampling if its own rounds turn out slower
+
+
+def rounds_of(race: Race, by_draft: float, plain: float, num: int) -> list[bool]:
+    """Which of `num` rounds draft, if rounds of both kinds take these seconds; every third one is slow by chance."""
+    kinds = []
+    for i in range(num):
+        kinds.append(race.begin())
+        race.end((by_draft if kinds[-1] else plain) * (9 if i % 3 == 0 else 1))
+    return kinds
+
+
+def test_the_faster_kind_of_round_goes_on():
+    """By recorded times of an idle machine, of one that is busy from the beginning, and of one that becomes busy."""
+    idle, busy, plain = 20.0, 90.0, 12.0  # of 3 tokens, and of 1
+    kinds = rounds_of(Race(3), idle, plain, 512)
+    assert kinds[: 2 * BLOCK] == [True] * 2 * BLOCK and kinds.count(False) == 512 // EVERY
+    assert rounds_of(Race(1), 13.0, plain, 512) == kinds  # hardly slower: as predicted
+    kinds = rounds_of(Race(3), busy, plain, 512)
+    assert kinds[: 4 * BLOCK] == [True] * 2 * BLOCK + [False] * 2 * BLOCK
+    assert kinds.count(True) == 2 * BLOCK + 512 // EVERY - BLOCK
+    race = Race(3)
+    rounds_of(race, idle, plain, 512)
+    assert rounds_of(race, busy, plain, 512)[256:].count(True) <= 256 // EVERY
+    assert rounds_of(race, idle, plain, 1024)[512:].count(False) <= 512 // EVERY  # and idle again
+
+
+@pytest.mark.parametrize("config", [JACOBI[1], TREES[1]], ids=name_of)
+@pytest.mark.parametrize("known", [0, 5])
+def test_rounds_of_both_kinds_sample_the_tokens_of_ar(config, known, engine, monkeypatch):
+    monkeypatch.setattr(engine.runner.tuning, "_choose", lambda request, at_once: Choice(config, ""))
+    monkeypatch.setattr(family, "BLOCK", 1)
+    monkeypatch.setattr(family, "EVERY", 3)
+    monkeypatch.setattr(Race, "is_draft_faster", lambda race: False)
+    requests = [Request(i % 3, i, cfg=2.0) for i in range(8)]
+    if known:
+        given = engine.sample(0, method="ar").tokens
+        requests = [request.but(known=Inpainting.of(given, torch.arange(16) >= known)) for request in requests]
+    plain = engine.generate([request.but(method="ar") for request in requests])
+    mixed = engine.generate(requests)
+    assert all(torch.equal(ours.tokens, theirs.tokens) for ours, theirs in zip(mixed, plain))
+    passes = sum(each.stats.backbone_calls for each in mixed)
+    drafted = sum(sum(each.stats.by_lag[0]) for each in mixed)
+    assert drafted and passes < 8 * (16 - known)  # some rounds drafted
+    assert all(each.stats.committed.get(1, 0) >= 4 for each in mixed)  # and most did not
+    # what was asked for is what runs
+    monkeypatch.setattr(Race, "begin", None)
+    asked = engine.generate([request.but(method="speculative", **config) for request in requests])
+    assert all(torch.equal(ours.tokens, theirs.tokens) for ours, theirs in zip(asked, plain))
 
 
 def test_a_resumed_run_has_the_same_choice(engine, monkeypatch, tmp_path):
@@ -316,6 +392,7 @@ def test_too_little_memory_to_measure(engine, monkeypatch):
 def test_prompts_of_other_lengths_are_timed_separately(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(family, "TEXT_STEP", 3)
+    monkeypatch.setattr(family, "round_seconds", lambda runner, requests: {name: [1.0] for name in requests})
     engine = Engine(VQModels(**text_models()), max_batch=1, device="cpu")
     for prompt in PROMPTS[:2]:  # of 4 and 2 tokens
         engine.resolve(Request(prompt=prompt, cfg=2.0, draft="jacobi"))

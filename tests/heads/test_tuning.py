@@ -145,9 +145,25 @@ def test_the_cache_of_costs_has_a_limit(tmp_path, monkeypatch):
     assert found == [None, costs(1e-3, 1e-6), costs(1e-3, 1e-6)]
 
 
+def test_costs_of_a_busy_machine_are_not_cached(small_mar, tmp_path, monkeypatch):
+    """By recorded times: a process beside this one got a core in most turns of one head call."""
+    steady = {"ancestral": [1e-3, 1.1e-3, 1.1e-3], "start": [1e-4] * 3, "round": [2e-3, 2e-3, 9e-3]}
+    busy = steady | {"round": [2e-3, 3e-3, 9e-3]}
+    monkeypatch.setattr(tuning, "ROWS", (1, 2))
+
+    def get(*recorded) -> Costs:
+        of_sizes = iter(recorded)
+        monkeypatch.setattr(tuning, "_time_one_size", lambda *chains: next(of_sizes))
+        return measured_costs(small_mar.head, True, CPU, Precision("fp32", CPU), False, False, tmp_path)
+
+    assert get(steady, busy).round == [2e-3, 3e-3] and not [*tmp_path.iterdir()]
+    assert get(steady, steady).round == get().round == [2e-3, 2e-3]
+    assert get().ancestral == [1e-3, 1e-3]  # as without the others
+
+
 def test_measured_costs_are_those_of_the_real_head(small_mar, monkeypatch):
     monkeypatch.setattr("cspd.continuous.tuning.ROWS", (1, 4))
-    monkeypatch.setattr("cspd.continuous.tuning.REPEATS", 1)
+    monkeypatch.setattr("cspd.continuous.tuning.TURNS", 1)
     model = measure(small_mar.head, True, CPU, FP32)
     assert model.rows == [1, 4] and model.inputs == [8, 32]
     for seconds in (model.ancestral, model.start, model.round):

@@ -15,6 +15,7 @@ from cspd import Engine, MARModels, Request
 from cspd.device import Precision
 from cspd.evaluation.run import audit
 from cspd.heads.calibration import Price, joined, price_of
+from cspd.heads.chain import is_full_call
 from cspd.heads.prices import of_conditions
 from cspd.masked import budget
 from cspd.masked.backbones import BACKBONES
@@ -411,6 +412,16 @@ def test_costs_are_checked():
     costs_of().check()
     with pytest.raises(ValueError, match="costs"):
         dataclasses.replace(costs_of(), full=[1.0, -1.0]).check()
+
+
+def test_seconds_of_head_calls_follow_from_two_chains():
+    """By recorded times: 3 s for a call with both branches, 2 s without the unconditional one."""
+    num_full = sum(is_full_call(i, 10, 10) for i in range(10))
+    assert 0 < num_full < 10
+    mixed = 3 * num_full + 2 * (10 - num_full)
+    assert budget.seconds_of_calls(30.0, mixed, 10, 2) == pytest.approx((3, 2))
+    assert budget.seconds_of_calls(30.0, 31.0, 10, 2) == (3, 3)  # noise: never dearer
+    assert budget.seconds_of_calls(30.0, 30.0, 10, 1) == (3, 3)
 
 
 def test_lists_of_iterations():
