@@ -159,7 +159,7 @@ BUGS = [
         "cspd/heads/chain.py",
         "        sigma[-1] = 0  # the last step adds no noise\n",
         "",
-        "heads/test_samplers.py",
+        "heads/test_chain.py",
     ),
     # speculation on the denoising chain
     Bug(

@@ -31,10 +31,9 @@ from cspd import Engine, MARModels, Request, VQModels, kernels, noise
 from cspd.device import Precision
 from cspd.discrete import drafts, jacobi
 from cspd.graphs import compiled
-from cspd.heads import chain
+from cspd.heads import chain, samplers
 from cspd.heads.calibrated import Segment, follow
 from cspd.heads.chain import Chain, Inputs
-from cspd.heads.samplers import ancestral
 from cspd.heads.speculative import PASSES, Chains
 from mar import model as mar_model
 from mar.checkpoint import MARS
@@ -329,14 +328,14 @@ def chain_of(head: Head, num_steps: int) -> Chain:
 
 
 def of_steps(head: Head, num_steps: int) -> int:
-    return launched(lambda: ancestral(chain_of(head, num_steps)))
+    return launched(lambda: samplers.ancestral(chain_of(head, num_steps)))
 
 
 def of_windows(head: Head, num_calls: int) -> int:
     """Windows of a step, which evaluate the null class in turn."""
     with META:
         columns = torch.empty(1), torch.empty(1, 1, 1), torch.empty(1, 1, 1), torch.empty(2, 3)
-    plan = [Segment(num_calls - 1 - i, *columns, i % 2 == 0) for i in range(num_calls)]
+    plan = [Segment(i, num_calls - 1 - i, *columns, i % 2 == 0) for i in range(num_calls)]
     return launched(lambda: follow(chain_of(head, num_calls), plan))
 
 
@@ -534,11 +533,11 @@ def test_what_is_compiled_for_mar(small_mar, monkeypatch):
     functions = []
     monkeypatch.setattr(torch, "compile", lambda function, **settings: functions.append(function) or function)
     compiled.cache_clear()
-    steps = 2 + 2 * chain.COMPILED_STEPS
+    steps = 2 + 2 * samplers.COMPILED_STEPS
     requests = [Request(label=i, seed=i, num_iter=4, num_sampling_steps=steps, cfg=2.0, method="ar") for i in range(3)]
     eager, fused = (Engine(MARModels(small_mar), max_batch=2, compiled=c).generate(requests) for c in (False, True))
     compiled.cache_clear()
-    assert functions == [mar_model.MAR.forward, chain.several_steps]
+    assert functions == [mar_model.MAR.forward, samplers.several_steps]
     for a, b in zip(eager, fused):
         assert relative_error(b.tokens, a.tokens) < 1e-3
 

@@ -120,7 +120,7 @@ def test_windows_agree(rows, channels, num_steps, guided):
         torch.randn(num_steps, 1, 1),
         torch.randn(num_steps + 1, 2 + num_steps),
     )
-    segment = Segment(9, torch.arange(num_steps), base, slope, mix, guided)
+    segment = Segment(0, 9, torch.arange(num_steps), base, slope, mix, guided)
     scale, temperature = 3 * torch.rand(rows, 1), torch.rand(rows, 1)
     x, noise = torch.randn(rows, channels), torch.randn(num_steps, rows, channels)
     difference = None
