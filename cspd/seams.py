@@ -274,7 +274,7 @@ def sphere(module: Any) -> Seam | None:
         own = z.shape[2:-1]
         normal = lambda rows, d: torch.randn(rows, *own, module.ch_target, device=z.device).flatten(1)  # noqa: E731
         chain = flow(int(given["num_sampling_steps"]), is_clean, shift, factor)
-        return Call(z, (cfg,), 1.0, chain, TorchNoise(z.device, normal), repeated(num))
+        return Call(z, (cfg,), 1.0, chain, TorchNoise(z.device, normal, last=False), repeated(num))
 
     borrowed_head = borrowed_flow(inner_of(net), module.ch_target, num_cells, is_clean)
     factor = 1.0 if borrowed_head is None else float(causal.TIME_FACTOR)
@@ -319,7 +319,7 @@ def next_step(module: Any) -> Seam | None:
         normal = lambda rows, d: torch.randn(drawn, d, device=z.device).repeat(rows // drawn, 1)  # noqa: E731
         shift, last = float(given.get("timesteps_shift", 1.0)), float(given.get("last_step_size", 0.04))
         chain = next_step_chain(int(given.get("num_sampling_steps", 20)), shift, is_newer, last)
-        noise = TorchNoise(z.device, normal, repeat=drawn)
+        noise = TorchNoise(z.device, normal, repeat=drawn, last=is_newer)
         return Call(by_branch(z, num), (cfg, cfg2)[: max(1, num - 1)], 1.0, chain, noise, lambda x: x.to(z.dtype))
 
     mine = borrowed(inner_of(net), module.input_dim, module.input_dim)
