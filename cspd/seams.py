@@ -276,9 +276,11 @@ def sphere(module: Any) -> Seam | None:
         chain = flow(int(given["num_sampling_steps"]), is_clean, shift, factor)
         return Call(z, (cfg,), 1.0, chain, TorchNoise(z.device, normal, last=False), repeated(num))
 
-    borrowed_head = borrowed_flow(inner_of(net), module.ch_target, num_cells, is_clean)
-    factor = 1.0 if borrowed_head is None else float(causal.TIME_FACTOR)
-    head: Any = borrowed_head or Net(function, lambda num: flow(num, is_clean, shift, 1.0), token)
+    mine: causal.DiffHead | None = None
+    with contextlib.suppress(AttributeError, IndexError):  # the layers of a fork may have other names
+        mine = borrowed_flow(inner_of(net), module.ch_target, num_cells, is_clean)
+    factor = 1.0 if mine is None else float(causal.TIME_FACTOR)
+    head: Any = Net(function, lambda num: flow(num, is_clean, shift, 1.0), token) if mine is None else mine
     return Seam("BitDance's DiffHead" if is_clean else "SphereAR's DiffHead", module, head, read, "z")
 
 
@@ -375,7 +377,8 @@ def uncompiled(net: Any) -> Callable:
 
 def seams_of(model: Any) -> list[Seam]:
     """The seams in a model: among its modules, or those of the modules that an object has as attributes."""
-    roots = [model] if isinstance(model, nn.Module) else [v for v in vars(model).values() if isinstance(v, nn.Module)]
+    own = [model] if isinstance(model, nn.Module) else getattr(model, "__dict__", {}).values()
+    roots = [each for each in own if isinstance(each, nn.Module)]
     modules = {id(module): module for root in roots for module in root.modules()}
     found = [code(module) for module in modules.values() for code in CODES if callable(getattr(module, "sample", None))]
     return [seam for seam in found if seam is not None]
