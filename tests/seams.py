@@ -273,7 +273,13 @@ class DiffLoss(nn.Module):
             noise = torch.randn(len(z), self.in_channels)
             function, more = self.net.forward, {"c": z}
         return chain.p_sample_loop(
-            function, noise.shape, noise, clip_denoised=False, model_kwargs=more, progress=False, temperature=temperature
+            function,
+            noise.shape,
+            noise,
+            clip_denoised=False,
+            model_kwargs=more,
+            progress=False,
+            temperature=temperature,
         )
 
 

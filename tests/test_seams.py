@@ -39,16 +39,20 @@ from torch import Tensor, nn
 
 import cspd
 from cspd.heads import SAMPLERS, Net
+from cspd.heads.learned import CALLS
 from cspd.seams import Accelerated, flow
 
 RUNS = [(code, kind) for code, runs in GOLDEN_RUNS.items() for kind in runs]
 STEPS = 12
+SEEN = 96  # tokens that are learned from, in place of 512
+FEW = 4  # of each call, in CALLS calls
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     """Fits of one test are not found by another."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("cspd.heads.learned.TOKENS", SEEN)
 
 
 def unchecked(handle: Accelerated, change=lambda call: call) -> Accelerated:
@@ -193,20 +197,22 @@ ROWS = 1200
 
 
 def known(code: str, split: float = 0.0) -> tuple[nn.Module, Tensor, dict]:
-    """A head, conditions [branches * ROWS, ..] that are equal in all rows, and the settings of its calls."""
+    """A head, conditions [branches, ..] of one row, and the settings of its calls."""
     make, num_branches, settings = LAWS[code]
-    z = torch.cat([BRANCHES, BRANCHES.flip(1)], dim=1)[:, :3][:num_branches]
+    z = BRANCHES[:num_branches]
     if code == "bitdance_4x":
         z = torch.linspace(-0.5, 0.5, num_branches * 8).view(num_branches, 4, 2)
-    more = {"noise_repeat": ROWS} if code.startswith("nextstep") else {}
-    return make(split), z.repeat_interleave(ROWS, 0), settings | more
+    return make(split), z, settings
+
+
+def known_tokens(head: nn.Module, z: Tensor, settings: dict, num: int, seed: int | None) -> Tensor:
+    """Tokens [num, d] of equal conditions z [branches, ..], each with its own noise."""
+    more = {"noise_repeat": num} if isinstance(head, FlowMatchingHead) else {}
+    return drawn_by(head, z.repeat_interleave(num, 0), seed=seed, **settings, **more)[:num].flatten(1)
 
 
 def gaussian_of(code: str, monkeypatch) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation [d] of the code's own tokens by a linear net: they are linear in each draw."""
-    head, z, settings = known(code)
-    few = z[::ROWS]
-    settings = settings | ({"noise_repeat": 1} if "noise_repeat" in settings else {})
 
     def own(which: int) -> Tensor:
         """The token if all draws are 0 but that of an index, which is 1."""
@@ -214,28 +220,29 @@ def gaussian_of(code: str, monkeypatch) -> tuple[Tensor, Tensor]:
         with monkeypatch.context() as patch:
             patch.setattr(torch, "randn", lambda *shape, **_: torch.zeros(*shape) + next(values))
             patch.setattr(torch, "randn_like", lambda x: torch.zeros_like(x) + next(values))
-            return drawn_by(head, few, seed=None, **settings)[0].flatten().double()
+            return known_tokens(*known(code), 1, seed=None)[0].double()
 
     mean = own(-1)
     return mean, sum((own(index) - mean).square() for index in range(STEPS + 2)).sqrt()
 
 
-def tokens_of(code: str, times: int, change=lambda call: call, split: float = 0.0, **settings) -> tuple[Tensor, Tensor]:
-    """Tokens [ROWS * times, d] of calls that were learned from, and of calls afterwards."""
+def tokens_of(code: str, change=lambda call: call, split: float = 0.0, **settings) -> tuple[Tensor, Tensor]:
+    """Tokens [3 ROWS, d] of calls that were learned from, and of calls afterwards."""
     head, z, own = known(code, split)
     handle = unchecked(cspd.accelerate(head, **settings), change)
+    sizes = [3 * ROWS // CALLS] * CALLS + [ROWS] * 3
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        calls = [drawn_by(head, z, seed=i, **own)[:ROWS].flatten(1) for i in range(3 + times)]
-    assert handle.stats.learned == 3 * ROWS and handle.stats.tokens == times * ROWS
+        calls = [known_tokens(head, z, own, num, seed) for seed, num in enumerate(sizes)]
+    assert handle.stats.learned == handle.stats.tokens == 3 * ROWS
     assert handle.stats.acceptance > 0.2
-    return torch.cat(calls[:3]), torch.cat(calls[3:])
+    return torch.cat(calls[:CALLS]), torch.cat(calls[CALLS:])
 
 
 @pytest.mark.parametrize("code", LAWS)
 def test_tokens_have_the_codes_distribution(code, monkeypatch):
     mean, deviation = gaussian_of(code, monkeypatch)
-    for tokens in tokens_of(code, 3, window=4, draft="frozen"):
+    for tokens in tokens_of(code, window=4, draft="frozen"):
         assert normal_pvalue((tokens - mean) / deviation) > 1e-3
 
 
@@ -261,7 +268,7 @@ def test_a_wrong_call_changes_the_distribution(code, bug, monkeypatch):
     change = BUGS.get(bug, lambda call: call)
     if bug == "accepts":
         monkeypatch.setattr("cspd.heads.net.TorchNoise._uniform", lambda self, *shape: torch.full(shape, 1e-30))
-    before, after = tokens_of(code, 3, change, window=4, draft="frozen")
+    before, after = tokens_of(code, change, window=4, draft="frozen")
     assert normal_pvalue((after - mean) / deviation) < 1e-6
     if bug == "accepts":
         return
@@ -271,14 +278,340 @@ def test_a_wrong_call_changes_the_distribution(code, bug, monkeypatch):
     read = handle.seam.read
     handle.seam = dataclasses.replace(handle.seam, read=lambda given: change(read(given)))
     with pytest.warns(UserWarning, match="not accelerated"):
-        drawn_by(head, z, **settings)
-    assert handle.stats.others == ROWS
+        known_tokens(head, z, settings, 8, seed=0)
+    assert handle.stats.others == 8
 
 
 @pytest.mark.parametrize("code", LAWS)
 def test_tokens_of_a_mixture_have_the_codes_distribution(code):
     """Guidance makes it no mixture of Gaussians: the code's own tokens are what it is compared with."""
     head, z, settings = known(code, split=0.6)
-    theirs = torch.cat([drawn_by(head, z, seed=100 + i, **settings)[:ROWS].flatten(1) for i in range(3)])
-    for tokens in tokens_of(code, 3, split=0.6, window=6):
+    theirs = known_tokens(head, z, settings, 3 * ROWS, seed=100)
+    for tokens in tokens_of(code, split=0.6, window=6):
         assert same_law_pvalue(tokens, theirs) > 1e-3
+
+
+# Calls and models that change.
+
+
+@pytest.fixture(name="quiet")
+def without_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def learned(code: str, method: str = "speculative", **settings) -> tuple[nn.Module, Accelerated]:
+    """An accelerated head with layers that has learned from calls with guidance 3, and drawn one token afterwards."""
+    head = layered(code)
+    settings = settings or {"window": 4}
+    handle = cspd.accelerate(head, method, **settings)
+    learn(head, code)
+    assert handle.stats.tokens and not handle.stats.others
+    return head, handle
+
+
+def learn(head: nn.Module, code: str, **more) -> None:
+    """Calls that a fit learns from, and one more."""
+    for seed, num in enumerate([FEW] * CALLS + [1]):
+        drawn_by(head, rows_of(code, num, seed=seed), seed=seed, **more)
+
+
+def test_guidance_may_change_from_call_to_call(quiet):
+    head, handle = learned("mar")
+    before = handle.stats
+    for cfg in torch.linspace(1.1, 3.0, 8):
+        drawn_by(head, rows_of("mar", 2), cfg)
+    assert handle.stats.learned == before.learned and handle.stats.tokens == before.tokens + 16
+    drawn_by(head, rows_of("mar", 2), 1.0)  # another number of branches
+    assert handle.stats.learned == before.learned + 4
+
+
+@pytest.mark.parametrize("code, more", [("mar", {"temperature": 0.9}), ("sphere", {"num_sampling_steps": 9})])
+def test_other_chains_are_learned_again(code, more, quiet):
+    head, handle = learned(code)
+    before = handle.stats
+    drawn_by(head, rows_of(code, 2), **more)
+    assert handle.stats.learned == before.learned + 2
+    learn(head, code, **more)
+    assert handle.stats.tokens == before.tokens + 1
+    drawn_by(head, rows_of(code, 2))
+    assert handle.stats.tokens == before.tokens + 3
+
+
+def test_temperature_0_is_the_codes_own(quiet):
+    head, z = layered("mar"), rows_of("mar", 2)
+    theirs = drawn_by(head, z, temperature=0)
+    handle = cspd.accelerate(head)
+    assert torch.equal(drawn_by(head, z, temperature=0), theirs)
+    assert handle.stats.others == 2 and "temperature 0" in repr(handle)
+
+
+def test_without_a_window_the_times_decide(quiet):
+    head = layered("mar")
+    handle = cspd.accelerate(head)
+    learn(head, "mar")
+    for num in (1, 130):
+        assert len(drawn_by(head, rows_of("mar", num))) == 2 * num
+    assert 1 <= handle.stats.calls_per_token <= STEPS
+
+
+@pytest.mark.parametrize("code", ["mar", "bitdance_4x", "nextstep_1_1"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_half_precision_weights(code, when, quiet):
+    """Under autocast, as these codes run; NextStep-1 casts by itself."""
+    head = layered(code)
+    if when == "before":
+        head.bfloat16()
+    handle = cspd.accelerate(head, window=4)
+    if when == "after":
+        drawn_by(head, rows_of(code, 2))
+        head.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=not code.startswith("nextstep")):
+        for num in [FEW] * CALLS + [3]:
+            made = drawn_by(head, rows_of(code, num).bfloat16())
+    assert made.isfinite().all() and handle.stats.others == 0 and handle.stats.tokens
+    assert made.dtype == (torch.bfloat16 if code == "nextstep_1_1" else torch.float32)
+
+
+@pytest.mark.parametrize("code", ["mar", "sphere", "nextstep"])
+def test_autocast(code, quiet):
+    head = layered(code)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        handle = cspd.accelerate(head, window=4)
+        learn(head, code)
+    assert handle.stats.tokens and handle.stats.others == 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_tokens_may_be_written_to(mode, quiet):
+    """Also those that were learned from, outside of the mode they were drawn in."""
+    head = layered("mar")
+    cspd.accelerate(head, window=4)
+    for num in [FEW] * CALLS + [2]:
+        with mode():
+            made = drawn_by(head, rows_of("mar", num))
+            made[0] = 1.0
+        if mode is not torch.inference_mode:
+            made.mul_(2.0)
+        assert (made[0] == (1.0 if mode is torch.inference_mode else 2.0)).all()
+
+
+def other_weights(head: nn.Module) -> dict[str, Tensor]:
+    return {name: 0.9 * value for name, value in head.state_dict().items()}
+
+
+SWAPS = {
+    "in place": lambda head: head.load_state_dict(other_weights(head)),
+    "assigned": lambda head: head.load_state_dict(other_weights(head), assign=True),
+    "data": lambda head: [setattr(each, "data", 0.9 * each.data) for each in head.parameters()],
+    "a layer": lambda head: setattr(head.net, "input_proj", copy.deepcopy(head.net.input_proj).requires_grad_(False)),
+    "the net": lambda head: setattr(head, "net", copy.deepcopy(head.net)),
+    "hooks": lambda head: head.net.input_proj.register_forward_hook(lambda layer, given, out: 1.1 * out),
+}
+
+
+@pytest.mark.parametrize("swap", SWAPS)
+@pytest.mark.parametrize("code", ["mar", "sphere"])
+def test_other_weights_are_used_and_learned_anew(code, swap, quiet):
+    head, handle = learned(code)
+    SWAPS[swap](head)
+    if swap in ("a layer", "the net"):
+        torch.nn.init.ones_(head.net.input_proj.weight)
+    z = rows_of(code, 3)
+    torch.manual_seed(0)
+    theirs = type(head).sample(head, *([z, 1.0, 3.0] if code == "mar" else [z, 3.0, STEPS]))
+    before = handle.stats.learned
+    ours = drawn_by(head, z)
+    assert relative_error(ours[:3], theirs[:3]) < 1e-3  # the full chain, until it has learned
+    assert handle.stats.learned == before + 3
+
+
+def test_moved_weights_are_the_same_ones(quiet):
+    head, handle = learned("mar")
+    before = handle.stats
+    for each in head.parameters():
+        each.data = each.data.clone()
+    drawn_by(head, rows_of("mar", 2))
+    assert handle.stats.learned == before.learned and handle.stats.tokens == before.tokens + 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_have_the_codes_own_sampler(copied, quiet):
+    model = nn.ModuleDict({"head": layered("sphere")})
+    handle = cspd.accelerate(model, "ancestral")
+    other = copied(model)
+    z = rows_of("sphere", 2)
+    theirs = drawn_by(other["head"], z)
+    assert handle.stats.tokens == 0
+    assert other["head"].sample.__self__ is other["head"]
+    assert relative_error(drawn_by(model["head"], z), theirs) < 1e-3 and handle.stats.tokens == 2
+    assert list(other.state_dict()) == list(model.state_dict())
+
+
+@pytest.mark.parametrize("code", ["mar", "nextstep"])
+def test_compiled_nets(code, quiet):
+    head, z = layered(code), rows_of(code, 2)
+    theirs = drawn_by(head, z)
+    head.net = torch.compile(head.net, backend="eager")
+    handle = cspd.accelerate(head, "ancestral")
+    assert relative_error(drawn_by(head, z)[:2], theirs[:2]) < 1e-3 and handle.stats.tokens == 2
+
+
+def test_the_last_call_of_accelerate_counts(quiet):
+    head, z = layered("mar"), rows_of("mar", 2)
+    first = cspd.accelerate(head, "ancestral")
+    second = cspd.accelerate(head, "ancestral")
+    drawn_by(head, z)
+    assert (first.stats.tokens, second.stats.tokens) == (0, 2)
+    first.restore()  # is not in place any more
+    drawn_by(head, z)
+    assert second.stats.tokens == 4
+    second.restore()
+    second.restore()
+    assert "sample" not in vars(head)
+
+
+class Fork(DiffLoss):
+    """Its loop is not the one that its classes' names promise."""
+
+    def drawn(self, z, temperature, cfg, chain):
+        return 0.7 * super().drawn(z, temperature, cfg, chain)
+
+
+def test_a_fork_keeps_its_own_sampler():
+    head, z = Fork(layered("mar").net, CHANNELS, STEPS), rows_of("mar", 3)
+    theirs = drawn_by(head, z)
+    handle = cspd.accelerate(head)
+    with pytest.warns(UserWarning, match="head="):
+        assert torch.equal(drawn_by(head, z), theirs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(drawn_by(head, z), theirs)
+    assert handle.stats.others == 6 and handle.stats.tokens == 0
+
+
+class Unknown(nn.Module):
+    """A code that nobody knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.velocity = layered("sphere").net
+
+    def sample(self, conditions, num_sampling_steps, cfg=1.0):
+        raise NotImplementedError
+
+
+def test_a_network_of_ones_own(quiet):
+    model = Unknown()
+    net = Net(model.velocity, lambda num: flow(num, False, 1.0, 1.0), [CHANNELS])
+    handle = cspd.accelerate(model, head=net, window=4)
+    for num in [FEW] * CALLS + [5]:
+        assert len(model.sample(rows_of("sphere", num), STEPS, cfg=3.0)) == 2 * num
+    assert handle.stats.tokens == 5
+
+
+@pytest.mark.parametrize("code", ["mar", "nextstep"])
+def test_seeds_reproduce(code, quiet):
+    """Once fitted, also by a second handle, which has the fits from the cache."""
+    head, handle = learned(code)
+    z = rows_of(code, 2)
+    own = [drawn_by(head, z, seed=seed) for seed in (1, 1, 2)]
+    assert torch.equal(own[0], own[1]) and not torch.equal(own[0], own[2])
+    second = cspd.accelerate(head, window=4)
+    assert torch.equal(drawn_by(head, z, seed=1), own[0]) and second.stats.learned == 0
+    generator = torch.Generator()
+    third = cspd.accelerate(head, window=4, generator=generator)
+    made = []
+    for global_seed in (3, 4):
+        generator.manual_seed(7)
+        made.append(drawn_by(head, z, seed=global_seed))
+    assert torch.equal(*made) and third.stats.tokens == 4
+
+
+def test_repeated_noise_stays_repeated(quiet):
+    """Rows of equal conditions and noise have one token, as in NextStep-1's code."""
+    head, handle = learned("nextstep")
+    z = rows_of("nextstep", 1).repeat_interleave(4, 0)
+    made = drawn_by(head, z, noise_repeat=2)
+    assert handle.stats.tokens == 5
+    assert relative_error(made[:2], made[2:]) < 1e-4 < relative_error(made[0], made[1])
+
+
+def test_memory_is_bounded(quiet, monkeypatch):
+    monkeypatch.setattr("cspd.heads.learned.MOST_NUMBERS", 4 * 60 * STEPS * CHANNELS)
+    head = layered("mar")
+    handle = cspd.accelerate(head, window=4)
+    for _ in range(CALLS):
+        drawn_by(head, rows_of("mar", 50))
+    (own,) = handle._learned.values()
+    assert own.num_seen < 60 + 3 and handle.stats.tokens
+    monkeypatch.setattr("cspd.files.REMEMBERED", 3)
+    for step in range(5):
+        drawn_by(head, rows_of("mar", 1), temperature=0.5 + 0.1 * step)
+    assert len(handle._learned) == 3
+
+
+class Broken(KnownNoise):
+    """Some rows are not finite."""
+
+    def forward(self, x: Tensor, t: Tensor, c: Tensor) -> Tensor:
+        out = super().forward(x, t, c)
+        return torch.where(c[:, :1] > 100, torch.nan, out.repeat(1, 1))
+
+
+def test_nothing_is_learned_from_chains_that_are_not_finite(quiet):
+    head = DiffLoss(Broken("noise", SCALE), 3, STEPS)
+    handle = cspd.accelerate(head, window=4)
+    z = BRANCHES[:2].repeat_interleave(4, 0)
+    drawn_by(head, z)
+    bad = z.clone()
+    bad[0] = 1000.0
+    (own,) = handle._learned.values()
+    seen = own.num_seen
+    made = drawn_by(head, bad)
+    assert made[0].isnan().all() and made[1:4].isfinite().all()
+    assert own.num_seen == seen and handle.stats.learned == 8
+
+
+def test_stats_count_the_nets_calls(quiet):
+    head, z, settings = known("sphere")
+    handle = cspd.accelerate(head, window=4, draft="frozen")
+    assert "speculative" in repr(handle) and "window=4" in repr(handle) and "exact" in repr(handle)
+    for seed in range(CALLS):
+        known_tokens(head, z, settings, FEW, seed)
+    head.net.num_calls = 0
+    for seed in range(5):
+        known_tokens(head, z, settings, 1, seed)
+    stats = handle.stats
+    assert stats.tokens == 5 and stats.full_chain == STEPS + 1 and stats.learned == SEEN
+    assert stats.calls_per_token * 5 == head.net.num_calls < 5 * (STEPS + 1)
+    assert stats.seconds > 0 and "5 tokens" in repr(handle) and f"{SEEN} by the full chain" in repr(handle)
+
+
+@pytest.mark.filterwarnings("ignore:.*fits its draft")
+@pytest.mark.parametrize("code", ["mar", "bitdance_4x", "nextstep"])
+def test_calibrated_says_what_it_changes(code):
+    head = layered(code)
+    handle = cspd.accelerate(head, "calibrated", head_calls=5)
+    with pytest.warns(UserWarning, match="differ from the full chain's by"):
+        learn(head, code)
+    stats = handle.stats
+    assert stats.calls_per_token == 5 and 0 < stats.difference_error < stats.difference < 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawn_by(head, rows_of(code, 2))
+    assert handle.stats.tokens == 3
+
+
+@pytest.mark.parametrize("name", sorted({*SAMPLERS} - {"speculative", "calibrated"}))
+def test_every_sampler_draws_or_says_why_not(name, quiet):
+    for code in ("mar", "sphere"):
+        head = layered(code)
+        try:
+            handle = cspd.accelerate(head, name)
+            drawn_by(head, rows_of(code, 2))
+        except ValueError as error:
+            assert name in str(error)
+        else:
+            assert handle.stats.tokens
