@@ -1,11 +1,12 @@
 """Stand-ins of the public codes that `cspd.accelerate` knows.
 
-They have the codes' names of classes and attributes, arguments of `sample`, and order of noise, at small sizes. A net is
-one with layers, whose weights are named as the authors name them, or `Known`, whose tokens have a known distribution.
+They have the codes' names of classes and attributes, arguments of `sample`, and order of noise, at small sizes. A net
+has layers, whose weights are named as the authors name them, or is `Known`: then its tokens have a known distribution.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -378,7 +379,7 @@ class FlowMatchingHead(nn.Module):
         rows = len(c) // num
         draw = lambda: torch.randn((noise_repeat, self.input_dim)).repeat(rows // noise_repeat, 1)  # noqa: E731
         x = draw()
-        for now, after in zip(t[:-1], t[1:]):
+        for now, after in itertools.pairwise(t):
             v, dt = self.velocity(x, now, c, cfg, cfg2, num), after - now
             score = (now * v - x) / ((1 - now) ** 2 + now * (1 - now))
             x = x + (v + (1 - now) * score) * dt + torch.sqrt(2 * (1 - now)) * draw() * torch.sqrt(dt)

@@ -86,7 +86,7 @@ def test_the_authors_tokens(code, kind, is_accelerated, monkeypatch):
 @pytest.mark.parametrize("kind, cfg", [("plain", 1.0), ("guided", 3.0)])
 @pytest.mark.parametrize("name", ["sphere", "bitdance", "bitdance_4x", "bitdance_16x"])
 def test_the_authors_tokens_of_causal_models(name, kind, cfg, monkeypatch):
-    """The second token, whose guidance is linear; SphereAR's is normalised afterwards, of BitDance's the sign is taken."""
+    """The second token. SphereAR's is normalised afterwards, and of BitDance's the sign is taken."""
     golden = CausalGolden(name)
     sizes = {key: golden.config[key] for key in ("parallel_num",) if key in golden.config}
     channels, num_cells = golden.config["latent_dim"], sizes.get("parallel_num", 1)
@@ -169,7 +169,7 @@ def test_models_without_one_head_are_refused():
 def test_unknown_methods_and_settings_are_refused():
     head = layered("mar")
     for method, settings in (("faster", {}), ("speculative", {"windows": 4}), ("speculative", {"window": -1})):
-        with pytest.raises(ValueError, match="faster|window"):
+        with pytest.raises(ValueError, match=r"faster|window"):
             cspd.accelerate(head, method, **settings)
     assert "sample" not in vars(head)
 
@@ -514,7 +514,7 @@ def test_a_network_of_ones_own(quiet):
 @pytest.mark.parametrize("code", ["mar", "nextstep"])
 def test_seeds_reproduce(code, quiet):
     """Once fitted, also by a second handle, which has the fits from the cache."""
-    head, handle = learned(code)
+    head, _ = learned(code)
     z = rows_of(code, 2)
     own = [drawn_by(head, z, seed=seed) for seed in (1, 1, 2)]
     assert torch.equal(own[0], own[1]) and not torch.equal(own[0], own[2])
