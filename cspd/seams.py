@@ -655,8 +655,11 @@ class Accelerated:
             self._counts.told.add(about)
             warnings.warn(f"cspd: {text}", stacklevel=2)
 
-    def _check(self, args: tuple, kwargs: dict) -> bool:
-        """Whether our full chain of a few of these tokens gives what the code's own sampler gives, from equal seeds."""
+    def _check(self, args: tuple, kwargs: dict) -> bool | None:
+        """Whether our full chain of a few of these tokens gives what the code's own sampler gives, from equal seeds.
+
+        None if their tokens are not finite.
+        """
         bound = self._arguments.bind(self.seam.module, *args, **kwargs)
         bound.apply_defaults()
         given = dict(bound.arguments)
@@ -678,6 +681,9 @@ class Accelerated:
             ours = again.finish(ours)
         num = few.shape[1]
         theirs, ours = theirs[:num].float(), ours[:num].float()
+        if not theirs.isfinite().all():
+            self._counts.note = "its tokens are not finite"
+            return None
         error = ((theirs - ours).square().mean() / theirs.var().clamp(min=1e-12)).sqrt().item()
         kind = next(self.seam.module.parameters()).dtype
         is_half = kind != torch.float32 or torch.is_autocast_enabled(few.device.type)

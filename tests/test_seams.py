@@ -564,14 +564,15 @@ def test_nothing_is_learned_from_chains_that_are_not_finite(quiet):
     head = DiffLoss(Broken("noise", SCALE), 3, STEPS)
     handle = cspd.accelerate(head, window=4)
     z = BRANCHES[:2].repeat_interleave(4, 0)
-    drawn_by(head, z)
     bad = z.clone()
     bad[0] = 1000.0
+    assert drawn_by(head, bad)[0].isnan().all() and handle.stats.others == 4  # nothing to compare our chain with
+    drawn_by(head, z)
     (own,) = handle._learned.values()
     seen = own.num_seen
     made = drawn_by(head, bad)
     assert made[0].isnan().all() and made[1:4].isfinite().all()
-    assert own.num_seen == seen and handle.stats.learned == 8
+    assert own.num_seen == seen and handle.stats.learned == 8 and handle.stats.others == 4
 
 
 def test_stats_count_the_nets_calls(quiet):
