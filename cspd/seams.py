@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from cspd.causal import models as causal
 from cspd.continuous.tuning import Costs, measure
 from cspd.device import Precision
-from cspd.files import ArrayCache, content_hash, digest_of, user_cache
+from cspd.files import ArrayCache, content_hash, digest_of, remember, user_cache
 from cspd.heads import SAMPLERS, Chain, EulerMaruyama, Inputs, Net, euler_maruyama
 from cspd.heads.chain import Schedule
 from cspd.heads.learned import Learned
 from cspd.heads.net import TorchNoise
-from cspd.heads.samplers import SCHEDULES, Sampler, ancestral
+from cspd.heads.samplers import DIFFUSION, FLOW, SCHEDULES, Sampler, ancestral
 from mar import head as mar_head
 
 # What a call of the authors' `head.sample(..)` asks for, in our terms.
@@ -60,6 +60,7 @@ class Seam:
         read: maps the arguments of a call, by name, to a `Call`.
         conditions: name of the argument with the conditions. is_known: whether the chain is compared with the code's
             own at the first call; noise that is drawn in another order cannot be.
+        kind: of the head, see `cspd.heads.samplers.Sampler.of`.
     """
 
     code: str
@@ -68,6 +69,12 @@ class Seam:
     read: Callable[[dict[str, Any]], Call]
     conditions: str
     is_known: bool = True
+    kind: str = FLOW
+
+    @property
+    def weights(self) -> nn.Module:
+        """The module with the head's weights."""
+        return inner_of(getattr(self.module, "net", self.module))
 
 
 def by_branch(values: Tensor, num: int) -> Tensor:
@@ -230,7 +237,7 @@ def mar(module: Any) -> Seam | None:
     head: Any = borrowed(inner_of(net), channels, 2 * channels)
     if head is None:
         head = Net(function, mar_head.schedule, [channels], variances=True)
-    return Seam("MAR's DiffLoss", module, head, read, "z")
+    return Seam("MAR's DiffLoss", module, head, read, "z", kind=DIFFUSION)
 
 
 def chain_of(module: Any, given: dict[str, Any]) -> Any:
@@ -274,11 +281,13 @@ def sphere(module: Any) -> Seam | None:
         own = z.shape[2:-1]
         normal = lambda rows, d: torch.randn(rows, *own, module.ch_target, device=z.device).flatten(1)  # noqa: E731
         chain = flow(int(given["num_sampling_steps"]), is_clean, shift, factor)
-        return Call(z, (cfg,), 1.0, chain, TorchNoise(z.device, normal), repeated(num))
+        return Call(z, (cfg,), 1.0, chain, TorchNoise(z.device, normal, last=False), repeated(num))
 
-    borrowed_head = borrowed_flow(inner_of(net), module.ch_target, num_cells, is_clean)
-    factor = 1.0 if borrowed_head is None else float(causal.TIME_FACTOR)
-    head: Any = borrowed_head or Net(function, lambda num: flow(num, is_clean, shift, 1.0), token)
+    mine: causal.DiffHead | None = None
+    with contextlib.suppress(AttributeError, IndexError):  # the layers of a fork may have other names
+        mine = borrowed_flow(inner_of(net), module.ch_target, num_cells, is_clean)
+    factor = 1.0 if mine is None else float(causal.TIME_FACTOR)
+    head: Any = Net(function, lambda num: flow(num, is_clean, shift, 1.0), token) if mine is None else mine
     return Seam("BitDance's DiffHead" if is_clean else "SphereAR's DiffHead", module, head, read, "z")
 
 
@@ -319,7 +328,7 @@ def next_step(module: Any) -> Seam | None:
         normal = lambda rows, d: torch.randn(drawn, d, device=z.device).repeat(rows // drawn, 1)  # noqa: E731
         shift, last = float(given.get("timesteps_shift", 1.0)), float(given.get("last_step_size", 0.04))
         chain = next_step_chain(int(given.get("num_sampling_steps", 20)), shift, is_newer, last)
-        noise = TorchNoise(z.device, normal, repeat=drawn)
+        noise = TorchNoise(z.device, normal, repeat=drawn, last=is_newer)
         return Call(by_branch(z, num), (cfg, cfg2)[: max(1, num - 1)], 1.0, chain, noise, lambda x: x.to(z.dtype))
 
     mine = borrowed(inner_of(net), module.input_dim, module.input_dim)
@@ -354,7 +363,8 @@ def generic(module: Any, net: Net) -> Seam:
         noise = TorchNoise(z.device, lambda rows, d: torch.randn(rows, d, device=z.device))
         return Call(by_branch(z, num), (cfg,), temperature, chain, noise, repeated(num))
 
-    return Seam(f"{type(module).__name__}, by the network given", module, net, read, first, is_known=False)
+    kind = DIFFUSION if net.variances else FLOW
+    return Seam(f"{type(module).__name__}, by the network given", module, net, read, first, is_known=False, kind=kind)
 
 
 CODES: tuple[Callable[[nn.Module], Seam | None], ...] = (mar, sphere, next_step)
@@ -375,10 +385,16 @@ def uncompiled(net: Any) -> Callable:
 
 def seams_of(model: Any) -> list[Seam]:
     """The seams in a model: among its modules, or those of the modules that an object has as attributes."""
-    roots = [model] if isinstance(model, nn.Module) else [v for v in vars(model).values() if isinstance(v, nn.Module)]
+    own = [model] if isinstance(model, nn.Module) else getattr(model, "__dict__", {}).values()
+    roots = [each for each in own if isinstance(each, nn.Module)]
     modules = {id(module): module for root in roots for module in root.modules()}
-    found = [code(module) for module in modules.values() for code in CODES if callable(getattr(module, "sample", None))]
+    found = [seam_of(module) for module in modules.values() if callable(getattr(module, "sample", None))]
     return [seam for seam in found if seam is not None]
+
+
+def seam_of(module: nn.Module) -> Seam | None:
+    """The seam of a module with `sample`; None if it is of no code that is known."""
+    return next((seam for code in CODES if (seam := code(module)) is not None), None)
 
 
 # The replacement.
@@ -450,8 +466,16 @@ class Accelerated:
         stats: counts so far, see `Stats`. sampler, settings: the method.
     """
 
-    def __init__(self, seam: Seam, sampler: Sampler, settings: dict, generator: torch.Generator | None) -> None:
+    def __init__(
+        self,
+        seam: Seam,
+        find: Callable[[], Seam | None],
+        sampler: Sampler,
+        settings: dict,
+        generator: torch.Generator | None,
+    ) -> None:
         self.seam, self.sampler, self.settings, self.generator = seam, sampler, settings, generator
+        self._find = find  # the seam again, if layers are replaced
         self._counts = _Counts()
         self._learned: dict[tuple, Learned] = {}
         self._costs: dict[int, Costs] = {}
@@ -461,11 +485,13 @@ class Accelerated:
         self._cache = ArrayCache([user_cache()])
         self._weights: str | None = None
         self._state: tuple = ()
+        self._layers = self._layers_now()
         object.__setattr__(seam.module, "sample", _Replaced(self))
 
     def restore(self) -> None:
         """Puts the code's own sampler back."""
-        if isinstance(self.seam.module.__dict__.get("sample"), _Replaced):
+        replaced = vars(self.seam.module).get("sample")
+        if isinstance(replaced, _Replaced) and replaced.accelerated is self:
             del self.seam.module.__dict__["sample"]
 
     @property
@@ -496,6 +522,7 @@ class Accelerated:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         begun = time.perf_counter()
+        self._follow_changes()
         call = self._read(args, kwargs)
         num = call.z.shape[1]
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -506,16 +533,33 @@ class Accelerated:
             self._is_right = not self.seam.is_known or self._check(args, kwargs)
         if not self._is_right:
             return self._by_their_code(args, kwargs, num, self._counts.note)
-        self._forget_other_weights()
         with torch.inference_mode():
             drawn = self._draw(call)
         made = call.finish(torch.empty_like(drawn).copy_(drawn))  # not an inference tensor, unless the caller wants it
         self._counts.seconds += time.perf_counter() - begun
         return made
 
-    def _forget_other_weights(self) -> None:
-        """Drops all fits if the weights have changed: an average may be loaded in their place for a while."""
-        parameters = [*self.seam.module.net.parameters()]
+    def _layers_now(self) -> tuple:
+        """What a seam depends on: the modules of the head, their hooks, and the types of their weights."""
+        net = self.seam.weights
+        layers = [(id(each), len(each._forward_hooks), len(each._forward_pre_hooks)) for each in net.modules()]
+        return tuple(layers), tuple(each.dtype for each in net.parameters())
+
+    def _follow_changes(self) -> None:
+        """Finds the head again if its layers were replaced, and drops all fits if its weights are others.
+
+        An average may be loaded in the weights' place for a while.
+        """
+        layers = self._layers_now()
+        if layers != self._layers:
+            found = self._find()
+            self._layers, self._state, self._is_right = layers, (), None
+            self._costs.clear()
+            if found is None:
+                self._is_right, self._counts.note = False, "its layers were replaced by unknown ones"
+            else:
+                self.seam = found
+        parameters = self.seam.weights.parameters()
         state = tuple((each.data_ptr(), -1 if each.is_inference() else each._version) for each in parameters)
         if state != self._state:
             self._state, self._weights = state, None
@@ -577,16 +621,18 @@ class Accelerated:
         key = call.chain, call.temperature, branches
         if key not in self._learned:
             if self._weights is None:
-                self._weights = content_hash(inner_of(self.seam.module.net))
+                self._weights = content_hash(self.seam.weights)
             names = "mean_x", "mean_eps", "log_sigma_base", "log_sigma_slope"
             steps = digest_of({name: np.ascontiguousarray(getattr(call.chain, name)) for name in names}, {})
             settings: dict[str, Any] = {"schema": "cspd.accelerate/1", "weights": self._weights, "chain": steps}
-            settings |= {"temperature": call.temperature, "branches": branches}
+            hooks = sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in self.seam.weights.modules())
+            settings |= {"temperature": call.temperature, "branches": branches, "hooks": hooks}
             own = self._chain(call)
             seconds = functools.partial(self._seconds, branches)
-            self._learned[key] = Learned(
+            made = Learned(
                 own.head, call.chain, call.temperature, branches, own.precision, self._cache, settings, seconds
             )
+            remember(self._learned, key, made)
         return self._learned[key]
 
     def _seconds(self, branches: int, num_steps: int, rows: int, window: int, calls: Any) -> float:
@@ -609,8 +655,11 @@ class Accelerated:
             self._counts.told.add(about)
             warnings.warn(f"cspd: {text}", stacklevel=2)
 
-    def _check(self, args: tuple, kwargs: dict) -> bool:
-        """Whether our full chain of a few of these tokens gives what the code's own sampler gives, from equal seeds."""
+    def _check(self, args: tuple, kwargs: dict) -> bool | None:
+        """Whether our full chain of a few of these tokens gives what the code's own sampler gives, from equal seeds.
+
+        None if their tokens are not finite.
+        """
         bound = self._arguments.bind(self.seam.module, *args, **kwargs)
         bound.apply_defaults()
         given = dict(bound.arguments)
@@ -632,6 +681,9 @@ class Accelerated:
             ours = again.finish(ours)
         num = few.shape[1]
         theirs, ours = theirs[:num].float(), ours[:num].float()
+        if not theirs.isfinite().all():
+            self._counts.note = "its tokens are not finite"
+            return None
         error = ((theirs - ours).square().mean() / theirs.var().clamp(min=1e-12)).sqrt().item()
         kind = next(self.seam.module.parameters()).dtype
         is_half = kind != torch.float32 or torch.is_autocast_enabled(few.device.type)
@@ -704,7 +756,10 @@ def accelerate(
         found = f"has {len(seams)} diffusion heads" if seams else f"has no diffusion head that is known ({looked})"
         raise ValueError(f"{type(model).__name__} {found}: pass the head itself, or head=")
     (seam,) = seams
+    if sampler.of not in (None, seam.kind):
+        raise ValueError(f"method={method!r} is for {sampler.of} heads, and {seam.code} is a {seam.kind} head")
     earlier = vars(seam.module).get("sample")
     if isinstance(earlier, _Replaced):
         earlier.accelerated.restore()
-    return Accelerated(seam, sampler, settings, generator)
+    find = functools.partial(seam_of, seam.module) if head is None else lambda: seam
+    return Accelerated(seam, find, sampler, settings, generator)

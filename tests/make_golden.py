@@ -1,6 +1,7 @@
 """Makes golden files with the authors' own code, whose clones are given:
 
     python tests/make_golden.py --sphere SphereAR --bitdance BitDance --mar mar --llamagen LlamaGen
+    python tests/make_golden.py --heads BitDance NextStep-1 vllm-omni
 
 Weights, noise and images are drawn by `cspd.noise`, so that the files need to hold the outputs only. MAR's weights are
 those of a bundled draft model, which is trained. It runs on a CPU in float32, without the compiler.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 import os
 import sys
@@ -25,6 +27,7 @@ import torch
 from causals import LABELS, STEPS, normals_of
 from golden_files import CODES, GOLDEN, GOLDEN_MAR, IMAGES, SAMPLE_SETTINGS, drawn, drawn_weights
 from safetensors.torch import load_file, save_file
+from seams import CHANNELS, COND, GOLDEN_RUNS, PARALLEL, golden_inputs
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -257,7 +260,46 @@ def make_gpt(path: Path) -> None:
     save("gpt_small", GPT, shapes, outputs)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout_p: float) -> Tensor:
+def module_at(name: str, path: Path, **packages: dict[str, Any]) -> types.ModuleType:
+    """A module of a clone, from its file alone, with small modules in place of what it imports."""
+    for package, attributes in packages.items():
+        sys.modules[package] = types.SimpleNamespace(**attributes)  # type: ignore[assignment]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_heads(bitdance: Path, nextstep: Path, vllm_omni: Path) -> None:
+    """Tokens of NextStep-1's heads and of BitDance's text-to-image heads, see `seams.golden_inputs`."""
+    kept = {"nextstep.utils.compile_utils": {"smart_compile": lambda **_: lambda function: function}}
+    kept |= {"nextstep": {}, "nextstep.utils": {}, "nextstep.utils.misc": {"LargeInt": int}}
+    older = module_at("nextstep_heads", nextstep / "nextstep/models/modeling_fm_head.py", **kept)
+    layers = "vllm_omni.model_executor.layers"
+    parents: dict[str, dict] = {"vllm_omni": {}, "vllm_omni.model_executor": {}, layers: {}}
+    module_at(f"{layers}.timestep_embedding", vllm_omni / layers.replace(".", "/") / "timestep_embedding.py", **parents)
+    newer = "vllm_omni/diffusion/models/nextstep_1_1/modeling_nextstep_heads.py"
+    modules = {"nextstep": older, "nextstep_1_1": module_at("newer_heads", vllm_omni / newer)}
+    folder = bitdance / "modeling/vision_head"
+    sampling = module_at("vision_head.sampling_x", folder / "sampling_x.py", vision_head={"__path__": []})
+    parallel = module_at("vision_head.flow_head_parallel_x", folder / "flow_head_parallel_x.py")
+    heads = {code: (each, each.FlowMatchingHead(CHANNELS, COND, 16, 2)) for code, each in modules.items()}
+    for code, (cells, use_swiglu, shift) in PARALLEL.items():
+        own = {"parallel_num": cells, "use_swiglu": use_swiglu, "time_shift": shift}
+        heads[code] = sampling, parallel.DiffHead(CHANNELS, COND, 128, 2, 1, **own)
+    outputs, draws = {}, Draws()
+    for code, (module, head) in heads.items():
+        fill(head)
+        module.torch = draws  # type: ignore[attr-defined]
+        for kind, settings in GOLDEN_RUNS[code].items():
+            c, noise = golden_inputs(code, kind)
+            draws.of_token = iter(noise)
+            outputs[f"{code}.{kind}"] = head.sample(c, **settings)
+    save("heads", {}, {}, outputs)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout_p: float = 0.0) -> Tensor:
     """In place of flash-attn's, which needs a GPU; [B, N, heads, d]."""
     q, k, v = (values.transpose(1, 2) for values in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
@@ -269,6 +311,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in makers:
         parser.add_argument(f"--{name}", type=Path, help="a clone of the authors' repository")
+    names = ("BITDANCE", "NEXTSTEP", "VLLM_OMNI")
+    parser.add_argument("--heads", type=Path, nargs=3, metavar=names, help="clones, for the heads alone")
     given = parser.parse_args()
     sys.modules["flash_attn"] = types.SimpleNamespace(flash_attn_func=attention)  # type: ignore[assignment]
     torch.set_grad_enabled(False)
@@ -276,6 +320,8 @@ def main() -> None:
         for make in functions:
             if getattr(given, name):
                 make(getattr(given, name))
+    if given.heads:
+        make_heads(*given.heads)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from cspd.heads.samplers import Sampler, ancestral
 from cspd.heads.speculative import Chains
 
 TOKENS, FEWEST = 512, 48  # that fits are made from; the fewest, if tokens or chains are large
+CALLS = 24  # at least, that they come from: tokens of one call have much in common
 MOST_NUMBERS = 2**24  # of all recorded states: 64 MiB of each of x, eps, v and the noise
 GAIN = 1.1  # predicted gain below which nothing is drafted
 
@@ -95,11 +96,11 @@ class Learned:
     def record(self, chain: Chain) -> Tensor:
         """Tokens [R, d] by the full chain, from which a fit will learn."""
         num_rows = chain.z.shape[1]
-        some = min(num_rows, max(1, -(-self.wanted // 3)))  # one call does not fill all parts
+        some = min(num_rows, -(-self.wanted // CALLS))
         recorder = Recorder(torch.linspace(0, num_rows - 1, some, device=chain.z.device).round().long())
         chain.observers = (*chain.observers, recorder)
         tokens = ancestral(chain)
-        # tokens of one call have much in common: each call counts as an image
+        # each call counts as an image, whose tokens are not independent
         image = torch.full((num_rows,), self._calls, device=tokens.device)
         trace = recorder.trace(tokens, image)
         if all(values.isfinite().all() for values in trace):

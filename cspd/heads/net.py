@@ -88,6 +88,7 @@ class TorchNoise:
         begin, step: (rows, channels) -> standard normals [rows, channels] on the device, as the code that calls draws
             them for the beginning of a chain and for each step. generator: of the other draws; by default torch's own.
         repeat: the draws of as many rows are repeated for all; 0: every row has its own.
+        last: whether the code draws for a chain's last step too, which adds no noise.
     """
 
     DRAFT_OFFSET = 0
@@ -100,8 +101,9 @@ class TorchNoise:
         *,
         generator: torch.Generator | None = None,
         repeat: int = 0,
+        last: bool = True,
     ) -> None:
-        self.device, self.generator, self.repeat = device, generator, repeat
+        self.device, self.generator, self.repeat, self.last = device, generator, repeat, last
         self.begin = begin or self._rows
         self.step = step or self.begin
 
@@ -125,7 +127,8 @@ class TorchNoise:
 
     def steps(self, seed: Tensor, position: Tensor, step: Tensor, channels: int, index: int = 0) -> Tensor:
         """eps_t [n, R, channels] of steps [n], see `cspd.noise.steps`."""
-        return torch.stack([self.step(len(seed), channels) for _ in range(len(step))])
+        drawn = [self.step(len(seed), channels) for _ in range(len(step) - (not self.last))]
+        return torch.stack(drawn if self.last else [*drawn, torch.zeros(len(seed), channels, device=self.device)])
 
     def chain(
         self, seed: Tensor, position: Tensor, num_steps: int, channels: int, index: int = 0, accept_index: int = 0

@@ -1,0 +1,163 @@
+"""Samples in a public code with and without cspd.accelerate: python scripts/in_their_code.py FOLDER --code mar
+
+FOLDER is a clone of the code: LTH14/mar, wusize/Harmon (its MAR, without the language model), guolinke/SphereAR,
+shallowdream204/BitDance (imagenet_gen) or stepfun-ai/NextStep-1 (its head; the language model is a small random layer).
+The MARs and SphereAR have the bundled weights, the others random ones. Images are not decoded.
+
+Two copies of the model sample in turns. The accelerated one first samples until it has learned. The last line is a
+permutation test on the energy distance of images of either: a small p says that the distributions differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # before torch is imported
+os.environ["ENABLE_TORCH_COMPILE"] = "false"  # NextStep-1's own switch
+
+import torch
+from llamagen_loop import in_turns
+from mar_loop import their_model
+from torch import Tensor, nn
+
+import cspd
+from cspd.evaluation.scores import energy_test
+
+SampleBatch = Callable[[int], Tensor]  # number of images -> their tokens
+THEIRS, OURS = "their sampler", "accelerated"
+STEPS, MOST_BATCHES = 30, 200
+
+
+class Undecoded(nn.Module):
+    """In place of an autoencoder. SphereAR's normalises tokens, too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def initialize_weights(self) -> None:
+        pass
+
+    def decode(self, x: Tensor) -> Tensor:
+        return x
+
+    def normalize(self, x: Tensor) -> Tensor:
+        return nn.functional.normalize(x, dim=-1) * x.shape[-1] ** 0.5
+
+
+def with_drawn_zeros(model: nn.Module) -> nn.Module:
+    """The model with drawn parameters where its code starts at zero."""
+    for parameter in model.parameters():
+        if not parameter.any():
+            parameter.data.normal_(std=0.5 * parameter.shape[-1] ** -0.5)
+    return model.eval()
+
+
+def stand_in(*names: str, **attributes: Any) -> None:
+    """Modules of these names, in place of packages that sampling does not need."""
+    for name in names:
+        sys.modules[name] = types.ModuleType(name)
+        vars(sys.modules[name]).update(attributes)
+
+
+def mar(cfg: float) -> tuple[Any, SampleBatch]:
+    model = their_model(sys.path[0], cspd.load("digits32", device="cpu").runner.target)
+    return model, lambda num: model.sample_tokens(num, num_iter=16, cfg=cfg, labels=torch.arange(num) % 10)
+
+
+def harmon(cfg: float) -> tuple[Any, SampleBatch]:
+    stand_in("pdb", set_trace=lambda: None)  # their code stops at breakpoints
+    sys.modules["models"] = importlib.import_module("src.models.mar")
+    sys.modules["models.mar"] = importlib.import_module("src.models.mar.mar")
+    return mar(cfg)
+
+
+def sphere(cfg: float) -> tuple[Any, SampleBatch]:
+    theirs: Any = importlib.import_module("SphereAR.model")
+    theirs.VAE = Undecoded
+    engine = cspd.load("emoji64_sphere", device="cpu")
+    sizes = {"dim": 128, "n_layer": 5, "n_head": 4, "diff_layers": 6, "diff_dim": 128, "diff_adanln_layers": 2}
+    sizes |= {"latent_dim": 16, "patch_size": 8, "resolution": 64, "cls_token_num": 4, "num_classes": 10}
+    model = theirs.SphereAR(**sizes, diff_batch_mul=1).eval()
+    model.load_state_dict(engine.runner.target.state_dict(), strict=False)
+    return model, lambda num: model.sample(torch.arange(num) % 10, sample_steps=STEPS, cfg_scale=cfg)
+
+
+def bitdance(cfg: float) -> tuple[Any, SampleBatch]:
+    sys.path.insert(0, os.path.join(sys.path[0], "imagenet_gen"))
+    theirs: Any = importlib.import_module("src.model")
+    theirs.VQModel = Undecoded
+    sizes = {"dim": 128, "n_layer": 2, "n_head": 2, "diff_layers": 4, "diff_dim": 128, "diff_adanln_layers": 2}
+    sizes |= {"latent_dim": 32, "down_size": 16, "patch_size": 1, "resolution": 128, "cls_token_num": 8}
+    model: Any = with_drawn_zeros(theirs.BitDance(**sizes, diff_batch_mul=1, num_classes=10))
+    return model, lambda num: model.sample(torch.arange(num) % 10, sample_steps=STEPS, cfg_scale=cfg)
+
+
+def nextstep(cfg: float) -> tuple[Any, SampleBatch]:
+    importlib.import_module("nextstep.models")
+    stand_in("nextstep.utils.loguru", logger=None)
+    theirs: Any = importlib.import_module("nextstep.models.modeling_fm_head")
+    head: Any = with_drawn_zeros(theirs.FlowMatchingHead(input_dim=64, cond_dim=64, dim=128, layers=3))
+    mix = torch.randn(128, 64) / 128**0.5
+
+    def sample(num: int) -> Tensor:
+        c, tokens = torch.zeros(2 * num, 64), []
+        c[:num] = torch.arange(num)[:, None] % 10
+        for _ in range(16):
+            tokens.append(head.sample(c, cfg=cfg, num_sampling_steps=STEPS, noise_repeat=num))
+            c = torch.tanh(torch.cat([c, tokens[-1].repeat(2, 1)], dim=1) @ mix)
+        return torch.stack(tokens, dim=1)
+
+    return head, sample
+
+
+CODES = {"mar": mar, "harmon": harmon, "sphere": sphere, "bitdance": bitdance, "nextstep": nextstep}
+
+
+def images(sample: SampleBatch, batch: int, num: int, seed: int) -> Tensor:
+    """Tokens [num, ..] of images."""
+    torch.manual_seed(seed)
+    return torch.cat([sample(batch) for _ in range(-(-num // batch))])[:num]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="clone of the code")
+    parser.add_argument("--code", required=True, choices=CODES)
+    parser.add_argument("--method", default="speculative", choices=("speculative", "calibrated"))
+    parser.add_argument("--cfg", type=float, default=3.0)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--runs", type=int, default=5, help="runs of each, interleaved")
+    parser.add_argument("--images", type=int, default=64, help="of each, for the test")
+    args = parser.parse_args()
+
+    torch.set_num_threads(args.threads)
+    sys.path.insert(0, args.folder)
+    stand_in("flash_attn", flash_attn_func=None)
+    copies = []
+    for _ in range(2):
+        torch.manual_seed(0)  # random weights are the same
+        copies.append(CODES[args.code](args.cfg))
+    theirs, ours = copies
+    handle = cspd.accelerate(ours[0], args.method)
+    batches = {THEIRS: torch.inference_mode()(theirs[1]), OURS: torch.inference_mode()(ours[1])}
+    for _ in range(MOST_BATCHES):
+        batches[OURS](args.batch)
+        if handle.stats.tokens or handle.stats.others:
+            break
+    print(f"{args.code}, {args.method}, batch {args.batch}, {args.threads} threads, guidance {args.cfg:g}")
+    in_turns({name: functools.partial(sample, args.batch) for name, sample in batches.items()}, args.runs, THEIRS)
+    drawn = [images(sample, args.batch, args.images, seed) for seed, sample in enumerate(batches.values())]
+    print(handle)
+    print(f"energy distance of {args.images} images: p = {energy_test(*drawn):.3f}")
+
+
+if __name__ == "__main__":
+    main()
