@@ -76,6 +76,11 @@ class Seam:
         """The module with the head's weights."""
         return inner_of(getattr(self.module, "net", self.module))
 
+    @property
+    def is_half(self) -> bool:
+        """Whether any weight is not in float32."""
+        return any(each.dtype != torch.float32 for each in self.weights.parameters())
+
 
 def by_branch(values: Tensor, num: int) -> Tensor:
     """Rows [G R, ..] of G branches, one branch after the other, as [G, R, ..]."""
@@ -405,10 +410,14 @@ HALF_TOLERANCE = 0.5  # if the head computes in half precision, whose rounding t
 
 
 class Ambient(Precision):
-    """The precision of the code that calls: only the first step leaves its autocast."""
+    """The precision of the code that calls: only the first step leaves its autocast.
 
-    def __init__(self, device: torch.device) -> None:
+    It cannot leave it if the weights are in half precision (`is_half`), whose inputs autocast may have to convert.
+    """
+
+    def __init__(self, device: torch.device, is_half: bool) -> None:
         super().__init__("fp32", device)
+        self.is_half = is_half
 
     def prepare(self, module: Any) -> Any:
         return module
@@ -419,6 +428,9 @@ class Ambient(Precision):
 
     def fast(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def full(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.is_half else super().full()
 
 
 class Stats(NamedTuple):
@@ -587,7 +599,7 @@ class Accelerated:
         scale = torch.tensor([call.scale], device=device).expand(num, -1)
         temperature = torch.full((num, 1), call.temperature, device=device)
         inputs = Inputs(z.float(), scale, temperature, names, names)
-        return Chain(head, call.chain, inputs, call.noise, Ambient(device), fitted=fitted)
+        return Chain(head, call.chain, inputs, call.noise, Ambient(device, self.seam.is_half), fitted=fitted)
 
     def _draw(self, call: Call) -> Tensor:
         """Tokens [R, *token]."""
@@ -638,7 +650,7 @@ class Accelerated:
     def _seconds(self, branches: int, num_steps: int, rows: int, window: int, calls: Any) -> float:
         if branches not in self._costs:
             head, device = self.seam.head, next(self.seam.module.parameters()).device
-            self._costs[branches] = measure(head, branches > 1, device, Ambient(device))
+            self._costs[branches] = measure(head, branches > 1, device, Ambient(device, self.seam.is_half))
         return self._costs[branches].head_seconds(num_steps, rows, window, calls)
 
     def _tell_difference(self, learned: Learned | None) -> None:
@@ -685,8 +697,7 @@ class Accelerated:
             self._counts.note = "its tokens are not finite"
             return None
         error = ((theirs - ours).square().mean() / theirs.var().clamp(min=1e-12)).sqrt().item()
-        kind = next(self.seam.module.parameters()).dtype
-        is_half = kind != torch.float32 or torch.is_autocast_enabled(few.device.type)
+        is_half = self.seam.is_half or torch.is_autocast_enabled(few.device.type)
         if error < (HALF_TOLERANCE if is_half else TOLERANCE):
             return True
         known = f"its chain is not the one that {self.seam.code} is known for"

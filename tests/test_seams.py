@@ -32,6 +32,7 @@ from seams import (
     Known,
     KnownNoise,
     NewerFlowMatchingHead,
+    filled,
     golden_inputs,
     layered,
 )
@@ -337,6 +338,16 @@ def test_other_chains_are_learned_again(code, more, quiet):
     assert handle.stats.tokens == before.tokens + 1
     drawn_by(head, rows_of(code, 2))
     assert handle.stats.tokens == before.tokens + 3
+
+
+@pytest.mark.parametrize("method, settings", [("speculative", {"window": 16}), ("calibrated", {"head_calls": 10})])
+def test_chains_may_be_shorter_than_the_settings(method, settings, quiet):
+    """DiSA's, whose numbers of steps fall from image to image's end."""
+    head = filled(AnnealedDiffLoss(layered("mar").net, CHANNELS, 4, 12))
+    handle = cspd.accelerate(head, method, **settings)
+    for step in (0, 7):
+        learn(head, "disa", step=step, ar_num_iter=8)
+    assert handle.stats.tokens == 2 and handle.stats.calls_per_token <= (12 + 4) / 2
 
 
 def test_temperature_0_is_the_codes_own(quiet):
