@@ -40,13 +40,12 @@ from torch import Tensor, nn
 
 import cspd
 from cspd.heads import SAMPLERS, Net
-from cspd.heads.learned import CALLS
 from cspd.seams import Accelerated, flow
 
 RUNS = [(code, kind) for code, runs in GOLDEN_RUNS.items() for kind in runs]
 STEPS = 12
-SEEN = 96  # tokens that are learned from, in place of 512
-FEW = 4  # of each call, in CALLS calls
+CALLS, FEW = 9, 11  # calls that are learned from, and tokens of each, in place of 24 and 22
+SEEN = CALLS * FEW
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +53,7 @@ def own_cache(tmp_path, monkeypatch):
     """Fits of one test are not found by another."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("cspd.heads.learned.TOKENS", SEEN)
+    monkeypatch.setattr("cspd.heads.learned.CALLS", CALLS)
 
 
 def unchecked(handle: Accelerated, change=lambda call: call) -> Accelerated:
@@ -556,7 +556,7 @@ def test_memory_is_bounded(quiet, monkeypatch):
     for _ in range(CALLS):
         drawn_by(head, rows_of("mar", 50))
     (own,) = handle._learned.values()
-    assert own.num_seen < 60 + 3 and handle.stats.tokens
+    assert own.num_seen < 60 + FEW and handle.stats.tokens
     monkeypatch.setattr("cspd.files.REMEMBERED", 3)
     for step in range(5):
         drawn_by(head, rows_of("mar", 1), temperature=0.5 + 0.1 * step)
