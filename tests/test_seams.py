@@ -553,7 +553,7 @@ def test_memory_is_bounded(quiet, monkeypatch):
     monkeypatch.setattr("cspd.heads.learned.MOST_NUMBERS", 4 * 60 * STEPS * CHANNELS)
     head = layered("mar")
     handle = cspd.accelerate(head, window=4)
-    for _ in range(CALLS):
+    for _ in range(CALLS + 1):
         drawn_by(head, rows_of("mar", 50))
     (own,) = handle._learned.values()
     assert own.num_seen < 60 + FEW and handle.stats.tokens
