@@ -318,6 +318,16 @@ def learn(head: nn.Module, code: str, **more) -> None:
         drawn_by(head, rows_of(code, num, seed=seed), seed=seed, **more)
 
 
+def test_an_approximate_method_learns_for_each_guidance(quiet):
+    """The error of a fit is that of its own guidance."""
+    head, handle = learned("mar", "calibrated", head_calls=5)
+    seen = handle.stats.learned
+    drawn_by(head, rows_of("mar", 2), 3.3)
+    assert handle.stats.learned == seen
+    drawn_by(head, rows_of("mar", 2), 1.2)
+    assert handle.stats.learned == seen + 2
+
+
 def test_guidance_may_change_from_call_to_call(quiet):
     head, handle = learned("mar")
     before = handle.stats
@@ -601,7 +611,6 @@ def test_stats_count_the_nets_calls(quiet):
     assert stats.seconds > 0 and "5 tokens" in repr(handle) and f"{SEEN} by the full chain" in repr(handle)
 
 
-@pytest.mark.filterwarnings("ignore:.*fits its draft")
 @pytest.mark.parametrize("code", ["mar", "bitdance_4x", "nextstep"])
 def test_calibrated_says_what_it_changes(code):
     head = layered(code)

@@ -64,7 +64,6 @@ class Learned:
         self.wanted = int(np.clip(MOST_NUMBERS // (4 * len(s) * head.channels), FEWEST, TOKENS))
         self.num_seen, self._calls = 0, 0
         self._parts: tuple[list[Trace], list[Trace], list[Trace]] = [], [], []  # seen, choosing, reported
-        self.scales: tuple[float, float] | None = None  # the guidance that was seen, lowest and highest
         self._windows: dict[int, int] = {}  # by rows at once
         self._chains: dict[tuple, Chains] = {}
         self._segments: dict[tuple, list[Segment]] = {}
