@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -20,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from cspd.causal import models as causal
-from cspd.continuous.tuning import Costs, measure
+from cspd.continuous.tuning import COSTS_SCHEMA, Costs, measure
 from cspd.device import Precision
-from cspd.files import ArrayCache, content_hash, digest_of, remember, user_cache
+from cspd.files import ArrayCache, content_hash, digest_of, measured_once, of_device, remember, user_cache
 from cspd.heads import SAMPLERS, Chain, EulerMaruyama, Inputs, Net, euler_maruyama
 from cspd.heads.chain import Schedule
 from cspd.heads.learned import Learned
@@ -75,6 +76,11 @@ class Seam:
     def weights(self) -> nn.Module:
         """The module with the head's weights."""
         return inner_of(getattr(self.module, "net", self.module))
+
+    @property
+    def is_half(self) -> bool:
+        """Whether any weight is not in float32."""
+        return any(each.dtype != torch.float32 for each in self.weights.parameters())
 
 
 def by_branch(values: Tensor, num: int) -> Tensor:
@@ -405,10 +411,14 @@ HALF_TOLERANCE = 0.5  # if the head computes in half precision, whose rounding t
 
 
 class Ambient(Precision):
-    """The precision of the code that calls: only the first step leaves its autocast."""
+    """The precision of the code that calls: only the first step leaves its autocast.
 
-    def __init__(self, device: torch.device) -> None:
+    It cannot leave it if the weights are in half precision (`is_half`), whose inputs autocast may have to convert.
+    """
+
+    def __init__(self, device: torch.device, is_half: bool) -> None:
         super().__init__("fp32", device)
+        self.is_half = is_half
 
     def prepare(self, module: Any) -> Any:
         return module
@@ -420,6 +430,9 @@ class Ambient(Precision):
     def fast(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def full(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.is_half else super().full()
+
 
 class Stats(NamedTuple):
     """What an accelerated head has done.
@@ -430,7 +443,7 @@ class Stats(NamedTuple):
         calls_per_token: sequential head calls of the method's tokens, on average. full_chain: those of a full chain.
         acceptance: of the drafted states that were verified, the fraction that was accepted; None if none was drafted.
         difference, difference_error: of an approximate method's tokens from the full chain's of the same noise, in
-            standard deviations of a token; None if nothing was measured.
+            standard deviations of a token: the largest of all fits; None if nothing was measured.
         seconds: that the head took.
     """
 
@@ -457,6 +470,11 @@ class _Counts:
     seconds: float = 0.0
     note: str = ""
     told: set[str] = field(default_factory=set)
+
+
+def guidance_bin(scale: float) -> int:
+    """Guidance scales that share a fit of an approximate sampler: those within a factor of the square root of 2."""
+    return round(2 * math.log2(max(scale, 0.25)))
 
 
 class Accelerated:
@@ -497,10 +515,9 @@ class Accelerated:
     @property
     def stats(self) -> Stats:
         counts = self._counts
-        shortcuts = [each.shortcut for each in self._learned.values() if each.shortcut is not None]
-        difference, error = (None, None)
-        if shortcuts:
-            difference, error = shortcuts[-1].difference.item(), shortcuts[-1].difference_error.item()
+        fits = [each.shortcut for each in self._learned.values() if each.shortcut is not None]
+        measured = [(fit.difference.item(), fit.difference_error.item()) for fit in fits]
+        difference, error = max(measured, default=(None, None))
         mean = counts.calls / counts.tokens if counts.tokens else float("nan")
         verified, accepted = counts.drafted.tolist()
         acceptance = accepted / verified if verified else None
@@ -587,7 +604,7 @@ class Accelerated:
         scale = torch.tensor([call.scale], device=device).expand(num, -1)
         temperature = torch.full((num, 1), call.temperature, device=device)
         inputs = Inputs(z.float(), scale, temperature, names, names)
-        return Chain(head, call.chain, inputs, call.noise, Ambient(device), fitted=fitted)
+        return Chain(head, call.chain, inputs, call.noise, Ambient(device, self.seam.is_half), fitted=fitted)
 
     def _draw(self, call: Call) -> Tensor:
         """Tokens [R, *token]."""
@@ -597,8 +614,6 @@ class Accelerated:
             tokens = learned.record(chain)
             counts.learned += len(tokens)
         else:
-            if learned is not None and learned.num_seen and not counts.tokens:
-                self._tell("fitting", f"{self!r} has seen {learned.num_seen} tokens and fits its draft to them")
             tokens = self.sampler.function(chain, **self.settings)
             counts.tokens += len(tokens)
             counts.calls += int(chain.tally.of_rows(len(tokens))[0].sum())
@@ -617,8 +632,10 @@ class Accelerated:
         return tokens.unflatten(-1, (*cells, -1)) if cells else tokens
 
     def _learned_of(self, call: Call) -> Learned:
-        branches = len(call.z)
-        key = call.chain, call.temperature, branches
+        branches, guidance = len(call.z), ()
+        if branches > 1 and self.sampler.guarantee != "exact":
+            guidance = tuple(map(guidance_bin, call.scale))  # exact samplers draft well by the fit of another guidance
+        key = call.chain, call.temperature, branches, guidance
         if key not in self._learned:
             if self._weights is None:
                 self._weights = content_hash(self.seam.weights)
@@ -626,7 +643,7 @@ class Accelerated:
             steps = digest_of({name: np.ascontiguousarray(getattr(call.chain, name)) for name in names}, {})
             settings: dict[str, Any] = {"schema": "cspd.accelerate/1", "weights": self._weights, "chain": steps}
             hooks = sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in self.seam.weights.modules())
-            settings |= {"temperature": call.temperature, "branches": branches, "hooks": hooks}
+            settings |= {"temperature": call.temperature, "branches": branches, "hooks": hooks, "guidance": [*guidance]}
             own = self._chain(call)
             seconds = functools.partial(self._seconds, branches)
             made = Learned(
@@ -638,7 +655,11 @@ class Accelerated:
     def _seconds(self, branches: int, num_steps: int, rows: int, window: int, calls: Any) -> float:
         if branches not in self._costs:
             head, device = self.seam.head, next(self.seam.module.parameters()).device
-            self._costs[branches] = measure(head, branches > 1, device, Ambient(device))
+            precision = Ambient(device, self.seam.is_half)
+            key = {"schema": COSTS_SCHEMA, **of_device(device), "accelerate": self._weights, "branches": branches}
+            timed = functools.partial(measure, head, branches > 1, device, precision)
+            what = "timing this device for cspd.accelerate, once"
+            self._costs[branches] = measured_once(Costs, key, timed, what, user_cache())
         return self._costs[branches].head_seconds(num_steps, rows, window, calls)
 
     def _tell_difference(self, learned: Learned | None) -> None:
@@ -685,8 +706,7 @@ class Accelerated:
             self._counts.note = "its tokens are not finite"
             return None
         error = ((theirs - ours).square().mean() / theirs.var().clamp(min=1e-12)).sqrt().item()
-        kind = next(self.seam.module.parameters()).dtype
-        is_half = kind != torch.float32 or torch.is_autocast_enabled(few.device.type)
+        is_half = self.seam.is_half or torch.is_autocast_enabled(few.device.type)
         if error < (HALF_TOLERANCE if is_half else TOLERANCE):
             return True
         known = f"its chain is not the one that {self.seam.code} is known for"

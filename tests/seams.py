@@ -22,15 +22,17 @@ from mar.head import schedule
 
 
 class TimestepEmbedder(nn.Module):
-    def __init__(self, width: int, factor: float = 1.0) -> None:
+    def __init__(self, width: int, factor: float = 1.0, casts: bool = False) -> None:
         super().__init__()
+        self.casts = casts  # to the weights' type; otherwise float32 meets them, and half precision needs autocast
         self.mlp = nn.Sequential(nn.Linear(256, width), nn.SiLU(), nn.Linear(width, width))
         self.factor = factor
 
     def forward(self, t: Tensor) -> Tensor:
         frequencies = torch.exp(-math.log(10000) * torch.arange(128) / 128)
         args = self.factor * t.float()[:, None] * frequencies
-        return self.mlp(torch.cat([args.cos(), args.sin()], dim=-1).to(self.mlp[0].weight.dtype))
+        features = torch.cat([args.cos(), args.sin()], dim=-1)
+        return self.mlp(features.to(self.mlp[0].weight.dtype) if self.casts else features)
 
 
 class ResBlock(nn.Module):
@@ -65,7 +67,7 @@ class SimpleMLPAdaLN(nn.Module):
     def __init__(self, channels: int, cond: int, width: int, layers: int, outputs: int) -> None:
         super().__init__()
         self.channels = channels
-        self.time_embed = TimestepEmbedder(width)
+        self.time_embed = TimestepEmbedder(width, casts=outputs == channels)
         self.cond_embed = nn.Linear(cond, width)
         self.input_proj = nn.Linear(channels, width)
         self.res_blocks = nn.ModuleList(ResBlock(width) for _ in range(layers))

@@ -19,11 +19,11 @@ import standin
 import timeline
 import torch
 from conftest import relative_error
-from cspd.heads.tuning import Costs
 from toys import toy_mar, toy_models
 
 from cspd import Engine, MARModels, Request, VQModels, load, noise, terminal
 from cspd import engine as cspd_engine
+from cspd.continuous.tuning import Costs
 from cspd.device import Precision
 from cspd.engine import AHEAD, FairLock
 from cspd.heads import tuning

@@ -64,7 +64,6 @@ class Learned:
         self.wanted = int(np.clip(MOST_NUMBERS // (4 * len(s) * head.channels), FEWEST, TOKENS))
         self.num_seen, self._calls = 0, 0
         self._parts: tuple[list[Trace], list[Trace], list[Trace]] = [], [], []  # seen, choosing, reported
-        self.scales: tuple[float, float] | None = None  # the guidance that was seen, lowest and highest
         self._windows: dict[int, int] = {}  # by rows at once
         self._chains: dict[tuple, Chains] = {}
         self._segments: dict[tuple, list[Segment]] = {}
@@ -88,9 +87,9 @@ class Learned:
         return settings.get("corrected", True) and not is_fitted
 
     def _length(self, head_calls: int | None, divergence: float | None) -> tuple[int | None, float | None]:
-        """How long a plan is to be, for `plan_of`."""
-        if head_calls is None and divergence is None:
-            head_calls = min(HEAD_CALLS, len(self.s))
+        """How long a plan is to be, for `plan_of`; of a short chain it has all calls."""
+        if divergence is None:
+            head_calls = min(head_calls or HEAD_CALLS, len(self.s))
         return head_calls, divergence
 
     def record(self, chain: Chain) -> Tensor:
@@ -123,6 +122,7 @@ class Learned:
         calibration = self.cache.get(Calibration, self._key(Calibration), self._fit)
         if window is None:
             window = self.window(chain.z.shape[1], calibration)
+        window = min(window, len(self.s) - 1)
         if not window:
             return None
         key = window, draft, verification
