@@ -632,7 +632,8 @@ class Accelerated:
         return tokens.unflatten(-1, (*cells, -1)) if cells else tokens
 
     def _learned_of(self, call: Call) -> Learned:
-        branches, guidance = len(call.z), ()
+        branches = len(call.z)
+        guidance: tuple[int, ...] = ()
         if branches > 1 and self.sampler.guarantee != "exact":
             guidance = tuple(map(guidance_bin, call.scale))  # exact samplers draft well by the fit of another guidance
         key = call.chain, call.temperature, branches, guidance

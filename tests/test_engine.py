@@ -23,10 +23,10 @@ from toys import toy_mar, toy_models
 
 from cspd import Engine, MARModels, Request, VQModels, load, noise, terminal
 from cspd import engine as cspd_engine
+from cspd.continuous import tuning
 from cspd.continuous.tuning import Costs
 from cspd.device import Precision
 from cspd.engine import AHEAD, FairLock
-from cspd.heads import tuning
 from cspd.masked.orders import cosine
 from cspd.request import Stopwatch
 from mar import model

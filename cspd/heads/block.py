@@ -38,7 +38,7 @@ def excess_mass(log_c: Tensor, gap: Tensor) -> Tensor:
     return log_c.exp() * ndtr(shift + gap / 2) - ndtr(shift - gap / 2)
 
 
-def accept(log_ratio: Tensor, gap: Tensor, log_uniform: Tensor, num_noisy: Tensor) -> tuple[Tensor, Tensor]:
+def accept_prefix(log_ratio: Tensor, gap: Tensor, log_uniform: Tensor, num_noisy: Tensor) -> tuple[Tensor, Tensor]:
     """The length of the longest accepted prefix, int64 [R], and log c_(i-1) of each state, float64 [R, W].
 
     Args:

@@ -13,7 +13,7 @@ from torch import Tensor
 from cspd import kernels
 from cspd.device import Precision, send_integers
 from cspd.graphs import compiled
-from cspd.heads import block
+from cspd.heads.block import TINY, accept_prefix, draw_excess
 from cspd.heads.chain import Schedule, guided, modulation_size, most_bytes
 from mar.head import Head, fill, filled
 
@@ -363,10 +363,8 @@ def draw_after_block(slots: Slots, noise: types.ModuleType, offset: int, window:
     mean_p, log_sigma, mean_q = state[:, MEAN_P:].unbind(1)[:3]
     axis = (mean_p - mean_q) * torch.exp(-log_sigma)
     gap = axis.norm(dim=-1, keepdim=True)
-    axis = axis / gap.clamp(min=block.TINY)
-    along = block.draw_excess(state[:, 0, :1], gap, uniform[:, 0]).float() - (normals[:, 0] * axis).sum(
-        -1, keepdim=True
-    )
+    axis = axis / gap.clamp(min=TINY)
+    along = draw_excess(state[:, 0, :1], gap, uniform[:, 0]).float() - (normals[:, 0] * axis).sum(-1, keepdim=True)
     state[:, 0] = torch.addcmul(mean_q, log_sigma.exp(), torch.addcmul(normals[:, 0], along, axis))
     progress[:, TRIES] += 1
     progress[:, PHASE] = (rows == NOBODY) * SEARCHING  # nobody's chain never moves
@@ -547,7 +545,7 @@ def accept(log_ratio: Tensor, log_uniform: Tensor) -> Tensor:
 def accept_block(
     log_ratio: Tensor, p: Gaussian, q: Gaussian, log_uniform: Tensor, left: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Step 3 by `block.accept`: as `accept`, and log c of the prefix before each state, float64 [R, W].
+    """Step 3 by `block.accept_prefix`: as `accept`, and log c of the prefix before each state, float64 [R, W].
 
     Args:
         left: int64 [R], the steps left. Step 0 is accepted if all states before it are.
@@ -555,7 +553,7 @@ def accept_block(
     window = log_ratio.shape[1]
     gap = ((p[0] - q[0]) * torch.exp(-p[1])).norm(dim=-1)
     num_noisy = (left - 1).clamp(0, window)
-    num_accepted, log_c = block.accept(log_ratio, gap, log_uniform, num_noisy)
+    num_accepted, log_c = accept_prefix(log_ratio, gap, log_uniform, num_noisy)
     return torch.where(num_accepted == num_noisy, left.clamp(max=window), num_accepted), log_c
 
 

@@ -44,7 +44,7 @@ def test_draws_invert_the_mass_beyond_them(c, gap):
 
 def test_equal_gaussians_are_finite_and_accepted():
     zeros = torch.zeros(4, 3)
-    num_accepted, log_c = block.accept(zeros, zeros, torch.full((4, 3), -1e-7), torch.tensor([0, 1, 2, 3]))
+    num_accepted, log_c = block.accept_prefix(zeros, zeros, torch.full((4, 3), -1e-7), torch.tensor([0, 1, 2, 3]))
     assert num_accepted.tolist() == [0, 1, 2, 3] and not log_c.any()
     assert block.draw_excess(zeros, zeros, torch.full((4, 3), 0.5)).isfinite().all()
 
@@ -69,7 +69,7 @@ def test_accepted_prefixes_are_those_of_the_algorithm():
     log_ratio, uniform = 0.7 * rng.normal(size=(400, window)), rng.random(size=(400, window))
     gap, num_noisy = rng.gamma(1.0, 0.7, size=(400, window)), rng.integers(0, window + 1, 400)
     given = [torch.from_numpy(values) for values in (log_ratio, gap, np.log(uniform), num_noisy)]
-    num_accepted, log_c = block.accept(*given)
+    num_accepted, log_c = block.accept_prefix(*given)
     for row in range(400):
         expected, before = by_hand(log_ratio[row], gap[row], uniform[row], num_noisy[row])
         assert num_accepted[row] == expected
