@@ -32,7 +32,7 @@ from cspd.evaluation.scores import energy_test
 
 SampleBatch = Callable[[int], Tensor]  # number of images -> their tokens
 THEIRS, OURS = "their sampler", "accelerated"
-STEPS, MOST_BATCHES = 30, 200
+NUM_ITER, STEPS, MOST_BATCHES = 64, 30, 200
 
 
 class Undecoded(nn.Module):
@@ -68,7 +68,7 @@ def stand_in(*names: str, **attributes: Any) -> None:
 
 def mar(cfg: float) -> tuple[Any, SampleBatch]:
     model = their_model(sys.path[0], cspd.load("digits32", device="cpu").runner.target)
-    return model, lambda num: model.sample_tokens(num, num_iter=16, cfg=cfg, labels=torch.arange(num) % 10)
+    return model, lambda num: model.sample_tokens(num, num_iter=NUM_ITER, cfg=cfg, labels=torch.arange(num) % 10)
 
 
 def harmon(cfg: float) -> tuple[Any, SampleBatch]:
@@ -148,9 +148,10 @@ def main() -> None:
     theirs, ours = copies
     handle = cspd.accelerate(ours[0], args.method)
     batches = {THEIRS: torch.inference_mode()(theirs[1]), OURS: torch.inference_mode()(ours[1])}
-    for _ in range(MOST_BATCHES):
+    for _ in range(MOST_BATCHES):  # until a batch has nothing to learn from
+        before = handle.stats.learned
         batches[OURS](args.batch)
-        if handle.stats.tokens or handle.stats.others:
+        if handle.stats.learned == before:
             break
     print(f"{args.code}, {args.method}, batch {args.batch}, {args.threads} threads, guidance {args.cfg:g}")
     in_turns({name: functools.partial(sample, args.batch) for name, sample in batches.items()}, args.runs, THEIRS)
