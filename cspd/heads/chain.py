@@ -157,9 +157,14 @@ def chain_steps(s: Schedule, device: torch.device) -> Steps:
     return Steps(timesteps, mean_x, mean_eps, slope, numbers, t, sigma.view(-1, 1, 1))
 
 
-@functools.cache
 def on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
     """Constants on a device, int64 or float32 [N]; cached forever, as `chain_steps`."""
+    return _on_device(numbers, not numbers or isinstance(numbers[0], int), device)
+
+
+@functools.cache
+def _on_device(numbers: tuple[float, ...], are_integers: bool, device: torch.device) -> Tensor:
+    """`on_device`: as a key (0,) equals (0.0,), whose tensor has another type."""
     with torch.inference_mode(False):
         return torch.tensor(numbers, device=device)
 

@@ -17,7 +17,7 @@ from cspd import CausalModels, Engine, MARModels, Request, noise
 from cspd.device import Precision
 from cspd.heads.calibrated import Predictor, follow, make_segments
 from cspd.heads.calibration import Recorder, frozen
-from cspd.heads.chain import Chain, Inputs, modulation_size
+from cspd.heads.chain import Chain, Inputs, modulation_size, on_device
 from cspd.heads.samplers import ancestral, solve
 from mar.head import Head, ReadyHead, schedule
 
@@ -233,3 +233,9 @@ def test_noise_of_many_steps_is_that_of_each(monkeypatch):
     t = torch.tensor([9, 0, 5, 3, 7, 1, 2])
     each = [noise.steps(seed, position, step, TOKEN) for step in t.split(1)]
     assert torch.equal(noise.steps(seed, position, t, TOKEN), torch.cat(each))
+
+
+def test_cached_constants_have_the_type_of_their_numbers():
+    """Equal numbers of two types are one key of a cache."""
+    for numbers, dtype in (((7.0,), torch.float32), ((7,), torch.int64)):
+        assert on_device(numbers, CPU).dtype == dtype
