@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from cspd.causal import models as causal
+from cspd.continuous.rows import LEAST_TEMPERATURE
 from cspd.continuous.tuning import COSTS_SCHEMA, Costs, measure
 from cspd.device import Precision
 from cspd.files import ArrayCache, content_hash, digest_of, measured_once, of_device, remember, user_cache
@@ -544,7 +545,7 @@ class Accelerated:
         num = call.z.shape[1]
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return self._by_their_code(args, kwargs, num, "its own sampler is captured as a CUDA graph")
-        if call.temperature == 0:
+        if call.temperature < LEAST_TEMPERATURE:
             return self._by_their_code(args, kwargs, num, "temperature 0 has no noise to speculate on")
         if self._is_right is None:
             self._is_right = not self.seam.is_known or self._check(args, kwargs)
