@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
 
@@ -513,19 +514,24 @@ def _official_models(
     return models
 
 
+def _sizes(files: Mapping[str, Path], part: str) -> dict[str, Any]:
+    """The sizes that the description beside a part's own file sets."""
+    return described(files[part].parent).sizes.get(part, {})
+
+
 def _mar_models(files: Mapping[str, Path], arch: str | None) -> MARModels:
     about = described(files["target"].parent)
-    vae = load_vae(files["vae"], sizes=about.sizes.get("vae"))
-    target = load_mar(files["target"], arch, sizes=about.sizes.get("target"))
-    draft = load_mar(files["draft"], sizes=about.sizes.get("draft")) if "draft" in files else None
+    vae = load_vae(files["vae"], sizes=_sizes(files, "vae"))
+    target = load_mar(files["target"], arch, sizes=_sizes(files, "target"))
+    draft = load_mar(files["draft"], sizes=_sizes(files, "draft")) if "draft" in files else None
     return MARModels(target, draft, vae, about.names(target.config.class_num))
 
 
 def _causal_models(files: Mapping[str, Path], arch: str | None) -> CausalModels:
     about = described(files["target"].parent)
-    target, inside = load_causal(files["target"], arch, about.sizes.get("target"))
+    target, inside = load_causal(files["target"], arch, _sizes(files, "target"))
     # a file beside BitDance's replaces the autoencoder inside it, as in the authors' code
-    vae = load_autoencoder(files["vae"], about.sizes.get("vae")) if "vae" in files else inside
+    vae = load_autoencoder(files["vae"], _sizes(files, "vae")) if "vae" in files else inside
     if vae is None:
         wanted = " or ".join(patterns_of(files["target"])["vae"])
         beside = f", and there is no {wanted} beside it" if wanted else ""
@@ -538,18 +544,18 @@ def _causal_models(files: Mapping[str, Path], arch: str | None) -> CausalModels:
 def _vq_models(files: Mapping[str, Path], arch: str | None, eagle_must_fit: bool) -> VQModels:
     """`eagle_must_fit`: keep an EAGLE drafter of another width, which otherwise belongs to another target."""
     about = described(files["target"].parent)
-    target = load_gpt(files["target"], arch, about.sizes.get("target"))
+    target = load_gpt(files["target"], arch, _sizes(files, "target"))
     # weights fit any resolution: drafters take the target's
     own = {"block_size": target.config.block_size}
-    draft = load_gpt(files["draft"], sizes={**about.sizes.get("draft", {}), **own}) if "draft" in files else None
-    eagle = load_eagle(files["eagle"], sizes={**about.sizes.get("eagle", {}), **own}) if "eagle" in files else None
+    draft = load_gpt(files["draft"], sizes={**_sizes(files, "draft"), **own}) if "draft" in files else None
+    eagle = load_eagle(files["eagle"], sizes={**_sizes(files, "eagle"), **own}) if "eagle" in files else None
     # a folder may have several targets' files: a drafter of another width is not this target's
     if eagle and eagle.config.dim != target.config.dim and not eagle_must_fit:
         eagle = None
     encoder = None
     if target.config.caption_dim > 0 and "text_encoder" in files:
         encoder = TextEncoder(files["text_encoder"])
-    tokenizer = load_tokenizer(files["tokenizer"], sizes=about.sizes.get("tokenizer"))
+    tokenizer = load_tokenizer(files["tokenizer"], sizes=_sizes(files, "tokenizer"))
     return VQModels(target, draft, eagle, tokenizer, about.names(target.config.num_classes), encoder)
 
 

@@ -611,15 +611,16 @@ class ArrayCache:
     def find(self, kind: type[Kind], settings: Mapping) -> Kind | None:
         """The arrays with these settings, from memory or from a file, or None."""
         name = _file_name(kind, settings)
+        cached = user_cache() / name
+        if cached.parent in self.folders:
+            with contextlib.suppress(OSError):
+                os.utime(cached)  # it is in use, so that others are removed before it
         if name in self._remembered:
             return self._remembered[name]
         for folder in self.folders:
             found = _read(folder, kind, settings)
             if found is not None:
                 remember(self._remembered, name, found)
-                if folder in self.writable:
-                    with contextlib.suppress(OSError):
-                        os.utime(folder / name)  # it is in use, so that others are removed before it
                 return found
         return None
 
@@ -641,7 +642,8 @@ class ArrayCache:
                 with publishing(folder / _file_name(type(made), settings)) as temporary:
                     save_file(arrays, temporary, metadata={ABOUT: about})
                     temporary.chmod(0o644)  # safetensors makes files that only their owner can read
-                _remove_unused(folder)
+                if folder == user_cache():
+                    _remove_unused(folder)
                 return
         tried = ", ".join(map(str, self.writable)) or "none given"
         what = type(made).__name__.lower()

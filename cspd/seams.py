@@ -331,7 +331,9 @@ def next_step(module: Any) -> Seam | None:
         z, cfg, cfg2 = given["c"], float(given.get("cfg", 1.0)), float(given.get(second, 1.0))
         num = given.get("cfg_mult") or 1 + (cfg > 1) + (cfg2 > 1)
         repeat = int(given.get("noise_repeat", 1))
-        drawn = repeat if z.shape[0] // num % repeat == 0 else 1
+        if z.shape[0] // num % repeat:
+            raise ValueError(f"noise_repeat={repeat} does not divide {z.shape[0] // num} rows of tokens")
+        drawn = repeat
         normal = lambda rows, d: torch.randn(drawn, d, device=z.device).repeat(rows // drawn, 1)  # noqa: E731
         shift, last = float(given.get("timesteps_shift", 1.0)), float(given.get("last_step_size", 0.04))
         chain = next_step_chain(int(given.get("num_sampling_steps", 20)), shift, is_newer, last)
@@ -445,7 +447,7 @@ class Stats(NamedTuple):
         acceptance: of the drafted states that were verified, the fraction that was accepted; None if none was drafted.
         difference, difference_error: of an approximate method's tokens from the full chain's of the same noise, in
             standard deviations of a token: the largest of all fits; None if nothing was measured.
-        seconds: that the head took.
+        seconds: of calls by the method and by the full chain, fits and timings included; on a GPU, of launching them.
     """
 
     tokens: int
@@ -499,6 +501,7 @@ class Accelerated:
         self._learned: dict[tuple, Learned] = {}
         self._costs: dict[int, Costs] = {}
         self._is_right: bool | None = None
+        self._earlier = vars(seam.module).get("sample")  # one that the user has put there
         self._own = seam.module.sample  # the class's method, bound
         self._arguments = inspect.signature(inspect.unwrap(type(seam.module).sample))
         self._cache = ArrayCache([user_cache()])
@@ -512,6 +515,8 @@ class Accelerated:
         replaced = vars(self.seam.module).get("sample")
         if isinstance(replaced, _Replaced) and replaced.accelerated is self:
             del self.seam.module.__dict__["sample"]
+            if self._earlier is not None:
+                object.__setattr__(self.seam.module, "sample", self._earlier)
 
     @property
     def stats(self) -> Stats:
@@ -622,7 +627,7 @@ class Accelerated:
             counts.full_chain = len(call.chain)
             self._tell_difference(learned)
         sigma = getattr(call.chain, "end_sigma", 0.0)
-        if sigma:
+        if sigma and self.sampler.of != FLOW:  # the noise of the chain's own last step, which solvers do not take
             last = chain.eps[-1] if "eps" in vars(chain) else call.noise.step(*tokens.shape)
             tokens = tokens + call.temperature * sigma * last
         return self._shaped(tokens, call)
@@ -637,7 +642,9 @@ class Accelerated:
         guidance: tuple[int, ...] = ()
         if branches > 1 and self.sampler.guarantee != "exact":
             guidance = tuple(map(guidance_bin, call.scale))  # exact samplers draft well by the fit of another guidance
-        key = call.chain, call.temperature, branches, guidance
+        kind = call.z.device.type
+        autocast = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+        key = call.chain, call.temperature, branches, guidance, autocast
         if key not in self._learned:
             if self._weights is None:
                 self._weights = content_hash(self.seam.weights)
@@ -645,7 +652,8 @@ class Accelerated:
             steps = digest_of({name: np.ascontiguousarray(getattr(call.chain, name)) for name in names}, {})
             settings: dict[str, Any] = {"schema": "cspd.accelerate/1", "weights": self._weights, "chain": steps}
             hooks = sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in self.seam.weights.modules())
-            settings |= {"temperature": call.temperature, "branches": branches, "hooks": hooks, "guidance": [*guidance]}
+            settings |= {"temperature": call.temperature, "branches": branches, "hooks": hooks}
+            settings |= {"guidance": [*guidance], "autocast": autocast}
             own = self._chain(call)
             seconds = functools.partial(self._seconds, branches)
             made = Learned(
@@ -669,9 +677,8 @@ class Accelerated:
             return
         difference, error = learned.shortcut.difference.item(), learned.shortcut.difference_error.item()
         measured = f"{difference:.3f} +- {error:.3f} standard deviations of a token"
-        self._tell(
-            "difference", f"{self.sampler.name} is approximate: its tokens differ from the full chain's by {measured}"
-        )
+        what = f"{self.sampler.name} is approximate: its tokens differ from the full chain's by {measured}"
+        self._tell(f"difference of {id(learned)}", what)  # each fit has its own
 
     def _tell(self, about: str, text: str) -> None:
         if about not in self._counts.told:
@@ -695,9 +702,9 @@ class Accelerated:
         kinds = given.pop("kwargs", {})
         devices = [call.z.device] if call.z.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.no_grad():
-            torch.manual_seed(0)
+            _seed(call.z.device)
             theirs = self._own(**given, **kinds)
-            torch.manual_seed(0)
+            _seed(call.z.device)
             again = self.seam.read({**bound.arguments, **given})
             with torch.inference_mode():
                 ours = self._full(again)
@@ -723,6 +730,13 @@ class Accelerated:
         return self._shaped(tokens, call)
 
 
+def _seed(device: torch.device) -> None:
+    """Seeds the generators of the CPU and of one device; `torch.manual_seed` would seed all devices."""
+    torch.default_generator.manual_seed(0)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(0)
+
+
 class _Replaced:
     """What stands in a module in place of its `sample`. Copies of the module get their class's own back."""
 
@@ -734,6 +748,20 @@ class _Replaced:
 
     def __reduce__(self) -> tuple:
         return getattr, (self.accelerated.seam.module, "sample")
+
+
+def _check_settings(sampler: Sampler, settings: dict[str, Any], seam: Seam) -> None:
+    """Raises ValueError if a sampler or its settings have no meaning for a head outside of an engine."""
+    if not (sampler.whole or sampler.fit):
+        raise ValueError(f"method={sampler.name!r} needs each token's iteration, unknown here: use cspd.load")
+    if settings.get("grid") == "planned":
+        raise ValueError("grid='planned' needs a fit, which this method does not make here: use grid='uniform'")
+    if settings.get("verification") == "block" and seam.kind == DIFFUSION:
+        raise ValueError(f"verification='block' needs fixed variances, which {seam.code} does not have: use 'steps'")
+    if settings.get("head_calls") is not None and settings.get("divergence") is not None:
+        raise ValueError("head_calls and divergence both say how long a plan is: give only one of them")
+    if not isinstance(seam.head, mar_head.Head) and (sampler.name == "cached" or "first_timestep" in settings):
+        raise ValueError(f"{sampler.name} with {settings or 'its defaults'} needs MAR's own float32 layers")
 
 
 def accelerate(
@@ -780,6 +808,7 @@ def accelerate(
     (seam,) = seams
     if sampler.of not in (None, seam.kind):
         raise ValueError(f"method={method!r} is for {sampler.of} heads, and {seam.code} is a {seam.kind} head")
+    _check_settings(sampler, settings, seam)
     earlier = vars(seam.module).get("sample")
     if isinstance(earlier, _Replaced):
         earlier.accelerated.restore()

@@ -147,9 +147,9 @@ class PlainRounds:
 
     def __call__(self, request: Request, fraction: float, preview: object) -> None:
         """Times a round if it is time for one; for `on_progress` of `Engine.stream`."""
-        self._done += fraction - self._fractions.pop(id(request), 0.0)
-        if fraction < 1:
-            self._fractions[id(request)] = fraction
+        # a finished image is reported again while it is decoded
+        self._done += fraction - self._fractions.get(id(request), 0.0)
+        self._fractions[id(request)] = fraction
         done = self._done / self._num
         if self._unknown is not None or done < self._next:
             return

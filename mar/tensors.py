@@ -199,8 +199,10 @@ def _read(path: Path) -> tuple[object, dict[str, Any]]:
     if path.suffix == ".safetensors":
         with safe_open(path, "pt") as file:
             facts = dict(file.metadata() or {})
-        if CONFIG in facts:
-            facts[CONFIG] = json.loads(facts[CONFIG])
+        try:
+            facts |= {CONFIG: json.loads(facts[CONFIG])} if CONFIG in facts else {}
+        except (ValueError, RecursionError):  # another program's
+            del facts[CONFIG]
         return load_file(path), facts
     # mapping a compressed archive into memory would give other weights
     members = _members(path)
@@ -250,7 +252,7 @@ def _chosen(content: object, ema: bool, path: Path) -> tuple[dict[str, Tensor], 
     for key, value in content.items():
         if AVERAGED in str(key).lower():
             averaged[str(key)] = _averages(value, raw)
-    averaged = {key: tensors for key, tensors in averaged.items() if tensors}
+    averaged = {key: tensors for key, tensors in averaged.items() if tensors and _is_of(raw, key, tensors)}
     if not averaged or (raw and not ema):
         return raw, ""
     official = next((key for key in AVERAGED_KEYS if key in averaged), None)
@@ -267,6 +269,11 @@ def _chosen(content: object, ema: bool, path: Path) -> tuple[dict[str, Tensor], 
         )
     # an average of the trained weights leaves the others as they are
     return raw | tensors, "" if key == official else key
+
+
+def _is_of(raw: dict[str, Tensor], key: str, tensors: dict[str, Tensor]) -> bool:
+    """Whether a set may be an average of the others: "semantic" parts and settings of optimisers share no name."""
+    return not raw or key in AVERAGED_KEYS or bool(tensors.keys() & raw.keys())
 
 
 def _averages(value: object, raw: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -423,6 +423,13 @@ def test_a_description_sets_sizes(tmp_path):
     (folder / "cspd.json").write_text(json.dumps({"sizes": {"vae": {"scale": 0.5}, "target": {"num_heads": 2}}}))
     models = cspd.load(folder, device="cpu")._models[0]
     assert (models.vae.config.scale, models.target.config.num_heads) == (0.5, 2)
+    # each part's sizes stand beside its own file
+    other = shutil.copytree(small_checkpoint(), tmp_path / "other")
+    (other / "cspd.json").unlink(missing_ok=True)
+    for target, vae, scale in ((other, folder, 0.5), (folder, other, 1.0)):
+        (vae_file,) = vae.glob("vae*.safetensors")
+        loaded = cspd.load(target, vae=vae_file, device="cpu")._models[0].vae
+        assert loaded.config.scale == pytest.approx(scale, rel=0.5) and (loaded.config.scale == 0.5) == (scale == 0.5)
 
 
 @pytest.mark.parametrize(

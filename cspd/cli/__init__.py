@@ -71,7 +71,9 @@ def _run(argv: list[str] | None) -> int:
     except BrokenPipeError:
         raise
     except _expected_errors() as error:
-        print(f"cspd: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        from mar.tensors import printable  # torch, which has been imported where errors are raised
+
+        print(f"cspd: {printable(' '.join(str(error).splitlines()))}", file=sys.stderr)
         return 2
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

@@ -55,6 +55,7 @@ from cspd.files import (
 from cspd.request import Request, png_of, png_text, to_pil
 from cspd.runs import Store, file_fingerprint, missing_files
 from cspd.terminal import install, progress_bar
+from mar.tensors import printable
 
 # Images in other files than shards.
 
@@ -269,7 +270,7 @@ def run_verify(args: argparse.Namespace) -> int:
             if damage:
                 wrong.setdefault(file, damage)
     for file, damage in list(wrong.items())[:SHOWN]:
-        print(f"{folder / file}: {damage}")
+        print(printable(f"{folder / file}: {damage}"))
     if wrong:
         print(f"{len(wrong)} files of {folder}/ are wrong")
         return 1

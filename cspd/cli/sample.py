@@ -76,7 +76,7 @@ IMAGE = {  # in the record or the journal; older versions called the costs heat
     "token_cost?": COSTS,
     "heat?": COSTS,
 }
-SHAPE = {"settings": dict, "images": [IMAGE]}  # of the record
+SHAPE = {"settings": dict, "images": [IMAGE], "summary?": dict}  # of the record
 GRID_LIMIT = 400  # maximum number of images in the grid
 DRAFT_COUNTS = ("by_lag", "by_step", "by_rank")  # statistics of which the record has only the sums: they are long
 

@@ -240,7 +240,8 @@ class Denoiser:
             audit = Audit(head, inputs, s, runner.precision, uniform < request.audit, request.audit)
             observers = (audit,)
         settings, function = self.settings(request), self.sampler.function
-        key = self.sampler.name, model, rows.sequences[0].key if self.sampler.fit else tuple(settings.items())
+        depends_on_fit = self.sampler.fit or settings.get("grid") == "planned"
+        key = self.sampler.name, model, rows.sequences[0].key if depends_on_fit else tuple(settings.items())
         chain = Chain(
             head,
             s,

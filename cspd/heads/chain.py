@@ -325,7 +325,6 @@ class Prediction:
             return None
         from cspd.kernels.head import ancestral_step
 
-        self._pending = None
         return ancestral_step(head.head, x, modulations, added, self.scale, *numbers)
 
 

@@ -27,7 +27,7 @@ from cspd.heads.speculative import Chains
 
 TOKENS, FEWEST = 512, 48  # that fits are made from; the fewest, if tokens or chains are large
 CALLS = 24  # at least, that they come from: tokens of one call have much in common
-MOST_NUMBERS = 2**24  # of all recorded states: 64 MiB of each of x, eps, v and the noise
+MOST_NUMBERS = 2**24  # of all recorded x, eps, v and noise, 64 MiB; their conditions come on top
 GAIN = 1.1  # predicted gain below which nothing is drafted
 
 
@@ -64,6 +64,7 @@ class Learned:
         self.wanted = int(np.clip(MOST_NUMBERS // (4 * len(s) * head.channels), FEWEST, TOKENS))
         self.num_seen, self._calls = 0, 0
         self._parts: tuple[list[Trace], list[Trace], list[Trace]] = [], [], []  # seen, choosing, reported
+        self._is_fitted = False
         self._windows: dict[int, int] = {}  # by rows at once
         self._chains: dict[tuple, Chains] = {}
         self._segments: dict[tuple, list[Segment]] = {}
@@ -73,7 +74,7 @@ class Learned:
 
     def needs_tokens(self, sampler: Sampler, settings: dict) -> bool:
         """Whether a sampler with these settings has to wait for more tokens."""
-        if self.num_seen >= self.wanted and all(self._parts):
+        if self._is_fitted or (self.num_seen >= self.wanted and all(self._parts)):
             return False
         if sampler.name != "calibrated":
             return self.cache.find(Calibration, self._key(Calibration)) is None
@@ -119,7 +120,10 @@ class Learned:
 
     def chains(self, chain: Chain, window: int | None, draft: str, verification: str) -> Chains | None:
         """Empty `Chains` for these tokens; None if nothing is drafted."""
-        calibration = self.cache.get(Calibration, self._key(Calibration), self._fit)
+        calibration: Any = None
+        if window is None or draft == "calibrated":
+            calibration = self.cache.get(Calibration, self._key(Calibration), self._fit)
+            self._forget()
         if window is None:
             window = self.window(chain.z.shape[1], calibration)
         window = min(window, len(self.s) - 1)
@@ -127,9 +131,9 @@ class Learned:
             return None
         key = window, draft, verification
         if key not in self._chains:
-            coefficients, drift = calibration.coefficients, calibration.drift
-            if draft == "frozen":
-                coefficients, drift = frozen(self.s)
+            coefficients, drift = frozen(self.s)
+            if draft == "calibrated":
+                coefficients, drift = calibration.coefficients, calibration.drift
             made = draft_table(coefficients, drift, self.s, window, self.temperature)
             table = torch.from_numpy(made).to(chain.z.device)
             by_block = verification == "block"
@@ -166,9 +170,16 @@ class Learned:
                 fit_it = lambda: self._fit_shortcut(predictor, steps, null_every)  # noqa: E731
                 self.shortcut = self.cache.get(Shortcut, self._key(Shortcut, **own), fit_it)
                 steps, corrections = tuple(self.shortcut.steps.tolist()), self.shortcut.corrections
+            self._forget()
             device = self.precision.device
             self._segments[key] = make_segments(steps, self.s, predictor, corrections, null_every, device)
         return self._segments[key]
+
+    def _forget(self) -> None:
+        """Frees the recorded chains after the fit: a handle's method and settings stay the same."""
+        self._is_fitted = True
+        for part in self._parts:
+            part.clear()
 
     # Fits.
 

@@ -68,8 +68,12 @@ def sampler(
         SAMPLERS[name] = Sampler(name, function, guarantee, options_of(function), of, fit, whole)
         for other in sorted(SAMPLERS):  # the order does not depend on which module is imported first
             SAMPLERS[other] = SAMPLERS.pop(other)
-        for added in _WHEN_ADDED:
-            added(SAMPLERS[name])
+        try:
+            for added in _WHEN_ADDED:
+                added(SAMPLERS[name])
+        except ValueError:  # the name is that of a method
+            del SAMPLERS[name]
+            raise
         return function
 
     return named

@@ -313,7 +313,7 @@ async def _stream(jobs: Jobs, begun: Begun, kind: str, num_partial: int, size: s
                 continue
             run = event["run"]
             if "error" in event:
-                yield _event("error", error_body(500, event["error"]))
+                yield _event("error", error_body(503 if jobs.is_closing else 500, event["error"]))
                 continue
             if "share" not in event:
                 continue  # advice

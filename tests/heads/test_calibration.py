@@ -231,6 +231,7 @@ def test_memory_does_not_grow_with_the_settings(calibrations, monkeypatch):
 def test_the_cache_has_a_limit(tmp_path, monkeypatch):
     """What was used last stays; files of others are not touched."""
     monkeypatch.setattr(files, "MOST_CACHED", 2)
+    monkeypatch.setattr(files, "user_cache", lambda: tmp_path)  # other folders keep all
     (tmp_path / "model-00001-of-00002.safetensors").write_text("")
     made = Columns(*np.zeros((2, 3), np.int16))
 

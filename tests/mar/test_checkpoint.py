@@ -147,6 +147,12 @@ def test_averages_that_cannot_be_used(sets, told, save, weights):
     assert told in refusal(load_mar, save("weights.pth", {"model": weights} | content))
 
 
+@pytest.mark.parametrize("key", ["semantic_encoder", "optimizer_ema"])
+def test_other_parts_whose_keys_have_the_letters_are_no_averages(key, save, weights):
+    path = save("weights.pth", {"model": weights, key: {"lr": torch.ones(3)}})
+    assert_loaded(load_mar(path), weights)
+
+
 def test_a_file_that_holds_itself(save, weights):
     content = {"model": weights, "ema": {}}
     content["ema"]["module"] = content["ema"]
