@@ -9,6 +9,7 @@ import errno
 import io
 import ipaddress
 import json
+import math
 import os
 import re
 import reprlib
@@ -424,19 +425,27 @@ BAR = "{l_bar}{bar}| [{elapsed}<{remaining}]"
 
 
 class _Lines(io.TextIOBase):
-    """Writes each state of a bar as a line of its own: in a file it cannot replace the one before."""
+    """Writes states of a bar as lines of their own: in a file they cannot replace the ones before.
+
+    The first state is written, one each `SELDOM` seconds, and the last. tqdm asks for more: each `refresh` is one.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._written = -math.inf  # when the last line was, in seconds
+        self._held_back = ""
 
     @property
     def encoding(self) -> str:  # type: ignore[override] # by which tqdm chooses the bar's characters
         return self._stream.encoding
 
     def write(self, text: str) -> int:
-        if text.strip():
-            self._stream.write(f"{text.strip()}\n")
+        self._held_back = text.strip() or self._held_back
+        ends = text == "\n"  # tqdm's last, after the state at its end
+        if self._held_back and (ends or time.monotonic() - self._written >= SELDOM):
+            self._stream.write(f"{self._held_back}\n")
             self._stream.flush()
+            self._written, self._held_back = time.monotonic(), ""
         return len(text)
 
 

@@ -122,6 +122,7 @@ def test_a_bar_without_a_terminal_is_a_line_now_and_then(monkeypatch, capsys):
         for _ in range(50):
             time.sleep(0.01)
             bar.update()
+            bar.set_postfix_str("each asks for a line")
     lines = capsys.readouterr().err.split("\n")
     assert lines[0].startswith("0%|") and lines[-2].startswith("100%|") and lines[-1] == ""
     assert 3 <= len(lines) <= 6 and "\r" not in "".join(lines)
