@@ -114,10 +114,6 @@ class Learned:
 
     # What samplers ask for.
 
-    def plan(self, head_calls: int) -> tuple[int, ...]:
-        """The steps of head calls that `calibrated` would choose."""
-        return plan_of(self._predictor().skip_cost, head_calls).steps
-
     def chains(self, chain: Chain, window: int | None, draft: str, verification: str) -> Chains | None:
         """Empty `Chains` for these tokens; None if nothing is drafted."""
         calibration: Any = None

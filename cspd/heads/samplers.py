@@ -214,7 +214,7 @@ def annealed(
 def known_place(chain: Chain, name: str) -> Any:
     """Where the tokens stand. Raises ValueError if the code that calls does not tell."""
     if chain.place is None:
-        raise ValueError(f"{name} needs each token's iteration, which is not known here: use cspd.load, or a sampler")
+        raise ValueError(f"{name} needs each token's iteration, which only cspd.load knows")
     return chain.place
 
 
