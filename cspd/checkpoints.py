@@ -516,7 +516,7 @@ def _official_models(
 
 def _sizes(files: Mapping[str, Path], part: str) -> dict[str, Any]:
     """The sizes that the description beside a part's own file sets."""
-    return described(files[part].parent).sizes.get(part, {})
+    return dict(described(files[part].parent).sizes.get(part, {}))
 
 
 def _mar_models(files: Mapping[str, Path], arch: str | None) -> MARModels:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import toy_mar, toy_models
 
-from cspd import Engine, MARModels, Request, VQModels
+from cspd import Engine, MARModels, Request, VQModels, files
 from cspd import device as cspd_device
 from cspd.cli.sample import sample_to_folder
 from cspd.device import BFloat16Linear, Precision, Report, in_turns, send, unsteadiness
@@ -126,7 +126,7 @@ def test_engines_over_the_same_models_share_the_copies(models):
 
 # Memory: after a long run of mixed requests, some of which fail, the engine has what it had near the beginning.
 
-NUM, FIRST = 1000, 300  # by the first measurement, every shape has occurred
+NUM, FIRST, LAST = 1000, 300, 998  # measured when no request is under way; by the first, every shape has occurred
 DAMAGED = 2  # the label whose image cannot be made
 CSPD = {"method": "cspd", "gamma": 16, "prefill": 0.5}
 KINDS = [{"method": "ar"}, SPECULATIVE, CSPD, CSPD | {"chains": "speculative", "window": 2, "draft": "frozen"}]
@@ -159,7 +159,8 @@ def in_use():
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no such file on this system")
 @pytest.mark.filterwarnings("ignore")
-def test_a_thousand_mixed_requests_leave_nothing_behind(small_mar):
+def test_a_thousand_mixed_requests_leave_nothing_behind(small_mar, monkeypatch):
+    monkeypatch.setattr(files, "REMEMBERED", 2)  # fits, so that the first measurement already has the most
     torch.manual_seed(0)
     damaged, vq = copy.deepcopy(small_mar), toy_models(codes=9, length=16)
     with torch.inference_mode(False), torch.no_grad():
@@ -175,7 +176,7 @@ def test_a_thousand_mixed_requests_leave_nothing_behind(small_mar):
             refused += 1
             continue
         engine.add_request(request_of(index))
-        while len(engine.scheduler) > 8:
+        while len(engine.scheduler) > (0 if index in (FIRST, LAST) else 8):
             outputs = engine.step().values()
             finished += len(outputs)
             failed += sum(output.error is not None for output in outputs)
@@ -183,10 +184,8 @@ def test_a_thousand_mixed_requests_leave_nothing_behind(small_mar):
             after_first = in_use()
     del outputs
     after_all = in_use()
-    while len(engine.scheduler):
-        finished += len(engine.step())
     assert refused == NUM // 20 and finished == NUM - refused and failed > 100
-    assert (after_all < (1.05, 1.03) * after_first).all()
+    assert (after_all < (1.05, 1.01) * after_first).all()
     assert not engine.runners["MAR"].round_state and not engine.runners["VQ"].unread
 
 
