@@ -15,7 +15,6 @@ import functools
 import importlib
 import os
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ os.environ["ENABLE_TORCH_COMPILE"] = "false"  # NextStep-1's own switch
 
 import torch
 from llamagen_loop import in_turns
-from mar_loop import their_model
+from mar_loop import stand_in, their_model
 from torch import Tensor, nn
 
 import cspd
@@ -57,13 +56,6 @@ def with_drawn_zeros(model: nn.Module) -> nn.Module:
         if not parameter.any():
             parameter.data.normal_(std=0.5 * parameter.shape[-1] ** -0.5)
     return model.eval()
-
-
-def stand_in(*names: str, **attributes: Any) -> None:
-    """Modules of these names, in place of packages that sampling does not need."""
-    for name in names:
-        sys.modules[name] = types.ModuleType(name)
-        vars(sys.modules[name]).update(attributes)
 
 
 def mar(cfg: float) -> tuple[Any, SampleBatch]:
