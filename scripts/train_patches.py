@@ -454,6 +454,7 @@ def spread(seconds: list[float], num: int) -> dict[str, float]:
 # The program.
 
 
+@torch.inference_mode()
 def measured(model: Model, code: Code, cfg: float, args: argparse.Namespace) -> dict[str, Any]:
     """Head calls, acceptance, differences and times under one guidance scale."""
     config, head = model.config, model.head
