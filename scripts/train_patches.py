@@ -25,7 +25,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +61,7 @@ from mar.vae import AutoencoderKL
 CALLS = 28  # of a full chain
 SEEN, CHUNK = 576, 24  # tokens that fits are made from, and those of a call
 HEAD_CALLS = (4, 6, 8, 10, 14)  # of `calibrated`
+ALL = range(2, CALLS)  # windows
 TIMED_WINDOWS = (8, 16, CALLS - 1)
 TIMED_TOKENS = 16
 LARGE = {"cond_dim": 5120, "dim": 1536, "layers": 12}  # NextStep-1's
@@ -326,10 +327,10 @@ class Passes(Observer):
         self.ended = ended
 
 
-def calls_by_window(drawing: Drawing, seen: Tensor, z: Tensor) -> list[dict[str, Any]]:
+def calls_by_window(drawing: Drawing, seen: Tensor, z: Tensor, windows: Sequence[int] = ALL) -> list[dict[str, Any]]:
     """Sequential head calls of tokens with conditions z [G, R, D], by window and verification; fitted to `seen`."""
     fitted, found = drawing.fitted("speculative", seen), []
-    for window in range(2, CALLS):
+    for window in windows:
         row: dict[str, Any] = {"window": window}
         for verification in VERIFICATIONS:
             _, ended = drawing.draw("speculative", z, fitted, window=window, verification=verification)
@@ -470,7 +471,7 @@ def measured(model: Model, code: Code, cfg: float, args: argparse.Namespace) -> 
     drawing = Drawing(seam.head, call.chain, cfg, ArrayCache([args.run / "fits"]), about)
     found: dict[str, Any] = {"guidance": cfg, "calls of a full chain": len(call.chain)}
     found["largest number in a token"] = tokens.abs().max().item()
-    found["windows"] = calls_by_window(drawing, seen, z)
+    found["windows"] = calls_by_window(drawing, seen, z, args.windows)
     found["acceptance"] = acceptance_by_step(drawing, seen, z)
     found["calibrated"] = differences(drawing, seen)
     if args.turns:
@@ -495,6 +496,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--cfg", type=float, nargs="+", default=[1.0, 4.0], help="guidance scales to measure")
     parser.add_argument("--tokens", type=int, default=512, help="to measure head calls on")
+    parser.add_argument("--windows", type=int, nargs="+", default=ALL, help="of the drafts; by default all")
     parser.add_argument("--turns", type=int, default=5, help="timed turns in the code, 0: none")
     parser.add_argument("--large", type=int, default=0, help="timed turns with a head of NextStep-1's size, 0: none")
     parser.add_argument("--latents", type=Path, help="file of the encoded images (default: in --run)")
