@@ -63,7 +63,7 @@ SEEN, CHUNK = 576, 24  # tokens that fits are made from, and those of a call
 HEAD_CALLS = (4, 6, 8, 10, 14)  # of `calibrated`
 ALL = range(2, CALLS)  # windows
 TIMED_WINDOWS = (8, 16, CALLS - 1)
-TIMED_TOKENS = 16
+TIMED_TOKENS = 8
 LARGE = {"cond_dim": 5120, "dim": 1536, "layers": 12}  # NextStep-1's
 CPU = torch.device("cpu")
 
