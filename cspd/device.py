@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import functools
 import gc
 import math
 import os
@@ -475,6 +476,18 @@ def send(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Te
         dtype = torch.from_numpy(array).dtype
         sent[name] = on_device[parts[name]].view(dtype).view(array.shape)
     return sent
+
+
+def on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """Constants on a device, int64 or float32 [N]; cached forever, as a graph reads them at a fixed address."""
+    return _on_device(numbers, not numbers or isinstance(numbers[0], int), device)
+
+
+@functools.cache
+def _on_device(numbers: tuple[float, ...], are_integers: bool, device: torch.device) -> Tensor:
+    """`on_device`: as a key (0,) equals (0.0,), whose tensor has another type."""
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, device=device)
 
 
 def send_integers(values: Sequence | np.ndarray, device: torch.device) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cspd.device import Precision, Report, send, send_integers
 from cspd.graphs import Graphs, bucket
+from cspd.heads import driver
 from cspd.heads.calibration import DRAFTS, WINDOWS
 from cspd.heads.chain import Chain, Inputs, Schedule
 from cspd.heads.samplers import ancestral, sampler
@@ -36,7 +37,7 @@ from cspd.heads.verify import (
     draw_residual,
     first_step,
     lookup,
-    move_on,
+    move,
     table_size,
 )
 from cspd.option import option
@@ -168,7 +169,7 @@ class Chains:
         self.trace_sigma, self.drafting = trace_sigma, drafting
         self.num_steps, self.window = table.shape[:2]
         self._lookup = lookup(table, fixed=not s.log_sigma_slope.any(), by_block=by_block)
-        self._move = move_on(head, self.device, compiled)
+        self._move = driver.passes(move, head, self.device, compiled)
         with precision.full():
             self._t_embed = head.time_embed(send({"names": s.timestep_map}, self.device)["names"])
         self._graphs = graphs or Graphs(self.device, enabled=False)

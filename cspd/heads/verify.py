@@ -10,12 +10,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from cspd import kernels
 from cspd.device import Precision, send_integers
-from cspd.graphs import compiled
 from cspd.heads.block import TINY, accept_prefix, draw_excess
-from cspd.heads.chain import Schedule, guided, modulation_size, most_bytes
-from mar.head import Head, fill, filled
+from cspd.heads.chain import Schedule, modulation_size, most_bytes
+from cspd.heads.net import guided
+from mar.head import Head, fill
 
 # Diagonal Gaussians: log-ratios, and a maximal coupling of p and q.
 #
@@ -197,6 +196,10 @@ class Table(NamedTuple):
         """By layer, [G, N, ..], at indices [N] into the flat list of all slots' steps."""
         return self.values.flatten(1, 2).index_select(1, at).split_with_sizes(self.widths, dim=-1)
 
+    def in_place(self, head: Head, at: Tensor) -> tuple[Sequence[Tensor], Tensor | None]:
+        """For kernels: all layers where they stand, and the indices to read at."""
+        return [layer.flatten(1, 2) for layer in self.layers()], at
+
 
 class Embeddings(NamedTuple):
     """The inputs of the head's modulations, if no `Table` fits: t_embed [T, width], c_embed [C, G, width]."""
@@ -209,6 +212,10 @@ class Embeddings(NamedTuple):
         num_steps = len(self.t_embed)
         c_embed = self.c_embed.transpose(0, 1).index_select(1, at // num_steps)
         return head.modulations(self.t_embed[at % num_steps], c_embed)
+
+    def in_place(self, head: Head, at: Tensor) -> tuple[Sequence[Tensor], Tensor | None]:
+        """As `Table.in_place`."""
+        return self.layers_at(head, at), None
 
 
 class Slots:
@@ -648,44 +655,3 @@ def move(
         record=torch.addcmul(decided, decided, rejected, value=-2),  # negative if the last step was rejected
         log_sigma=log_sigma,
     )
-
-
-# Three versions of a pass that compute the same: `move`, compiled `move`, and Triton kernels.
-
-
-def move_on(head: Head, device: torch.device, is_compiled: bool) -> Callable[..., Moved]:
-    """The version of `move` for a head on a device; only MAR's has kernels."""
-    if is_compiled:
-        return compiled(move, "speculative passes")
-    return move_by_kernels if isinstance(head, Head) and kernels.available(device) else move
-
-
-def move_by_kernels(
-    head: Head,
-    lookup: Lookup,
-    draws: Tensor,
-    modulations: Table | Embeddings,
-    end_indices: Tensor,
-    row_starts: Tensor,
-    scale: Tensor,
-    state: Tensor,
-    left: Tensor,
-    phase: Tensor,
-    trace_sigma: bool = False,
-) -> Moved:
-    """`move` with one launch before the head call and one after it; log sigma_p is always summed.
-
-    A table of modulations is read in its memory, not gathered.
-    """
-    from cspd.kernels.head import denoise
-    from cspd.kernels.speculative import after_head, before_head
-
-    left, phase = left.contiguous(), phase.contiguous()  # in the first pass they are columns of the slots' progress
-    given = lookup.draft, draws, end_indices, state, left, phase
-    inputs, last, at = before_head(*given, filled(end_indices.numel()))
-    if isinstance(modulations, Table):
-        layers = [layer.flatten(1, 2) for layer in modulations.layers()]
-        out = denoise(head, inputs, head.split(layers), at)
-    else:
-        out = denoise(head, inputs, head.split(modulations.layers_at(head, at)))
-    return Moved(*after_head(*given, inputs, last, out, scale))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from cspd.heads.calibration import draft_table
-from cspd.heads.verify import MOVING, UNRESOLVED, Embeddings, Table, lookup, move, move_by_kernels
+from cspd.heads.driver import move_by_kernels
+from cspd.heads.verify import MOVING, UNRESOLVED, Embeddings, Table, lookup, move
 from cspd.kernels.speculative import after_head, before_head
 from mar.head import Head, fill, filled, schedule
 
