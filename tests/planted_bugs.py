@@ -99,14 +99,14 @@ BUGS = [
     ),
     Bug(
         "guidance the wrong way round",
-        "cspd/heads/chain.py",
+        "cspd/heads/net.py",
         "torch.lerp(eps[-1], eps[-2], scale[..., -1:])",
         "torch.lerp(eps[-2], eps[-1], scale[..., -1:])",
         "heads/test_chain.py",
     ),
     Bug(
         "guidance forgets its third branch",
-        "cspd/heads/chain.py",
+        "cspd/heads/net.py",
         "for i in range(len(eps) - 2):",
         "for i in range(0):",
         "heads/test_samplers.py",
@@ -559,7 +559,7 @@ BUGS = [
     # requests and figures
     Bug(
         "pixels are truncated",
-        "cspd/request.py",
+        "cspd/pixels.py",
         "(image * 255).round().to(torch.uint8)",
         "(image * 255).to(torch.uint8)",
         "evaluation/test_metrics.py",

@@ -25,7 +25,8 @@ from cspd.files import misfit, parse_json
 from cspd.method import METHODS, Method, choose
 from cspd.models import bundled
 from cspd.option import option_names
-from cspd.request import PNG_TEXT, Label, Request
+from cspd.pixels import PNG_TEXT
+from cspd.request import Label, Request
 from cspd.terminal import NO_CHARACTER, install
 
 

@@ -22,8 +22,8 @@ from cspd.evaluation.metrics import titled
 from cspd.evaluation.scores import student_limit
 from cspd.files import link_of, write_bytes, write_json
 from cspd.method import GUARANTEES
+from cspd.pixels import png_of
 from cspd.plots import Panel, Point, beside, seed_grid, speed_quality, stacked
-from cspd.request import png_of
 from cspd.runs import model_line
 
 # The report of `cspd compare` as text, Markdown and CSV.

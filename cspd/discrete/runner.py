@@ -31,10 +31,12 @@ from cspd.discrete.registry import defaults_of
 from cspd.discrete.rules import guide, likeliest_point, probabilities
 from cspd.discrete.text import PLACE, TextEncoder
 from cspd.graphs import Graphs, compiled
+from cspd.inpainting import Inpainting, remembered
 from cspd.method import Method, complete, with_tokens
 from cspd.noise import Purpose
 from cspd.option import VQ_OPTIONS
-from cspd.request import Inpainting, Request, Sequence, Stopwatch, decoded, remembered, to_unit
+from cspd.pixels import decoded, to_unit
+from cspd.request import Request, Sequence, Stopwatch
 from cspd.terminal import shortened
 from cspd.transformer import CacheView, steps
 

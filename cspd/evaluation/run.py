@@ -33,8 +33,9 @@ from cspd.files import (
     write_item,
 )
 from cspd.method import method_of
+from cspd.pixels import to_pil, to_uint8
 from cspd.plots import grid
-from cspd.request import Output, Request, to_pil, to_uint8
+from cspd.request import Output, Request
 from cspd.runs import STATS, InUse, Store, earlier_choices, missing_files, summary_of, write_png
 from cspd.terminal import MOST, progress_bar, shortened
 

@@ -22,7 +22,7 @@ from cspd.cli import _parse, main
 from cspd.evaluation.images import LIST, RECORD, ImageFolder, in_turn, prompts_of
 from cspd.evaluation.run import MANIFEST, SIZE, Part, Shards, finish, finish_part, run_in, shards_store
 from cspd.files import Remote, publishing, write_json
-from cspd.request import to_uint8
+from cspd.pixels import to_uint8
 
 NUM = 40  # two shards of 16 images, and one of 8
 SETTINGS = ["--method", "ar", "--num-iter", "2", "--num-sampling-steps", "5", "--cfg", "1", "--max-batch", "4"]

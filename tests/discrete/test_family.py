@@ -33,8 +33,8 @@ from cspd.discrete.family import (
 )
 from cspd.discrete.gpt import Eagle
 from cspd.files import COSTS, user_cache
+from cspd.inpainting import Inpainting
 from cspd.method import GAIN, PLAIN, Choice
-from cspd.request import Inpainting
 
 
 @pytest.fixture(scope="module")
