@@ -16,8 +16,7 @@ from torch import Tensor
 from cspd.device import Precision, send, send_integers
 from cspd.heads.calibrated import Audit
 from cspd.heads.chain import Chain, Inputs, Observer, Place, Prediction, Step
-from cspd.heads.driver import compiled_ancestral
-from cspd.heads.samplers import SAMPLERS, Sampler, ancestral
+from cspd.heads.samplers import SAMPLERS, Sampler, ancestral, compiled_ancestral
 from cspd.heads.speculative import Finished
 from cspd.method import ModelRunner, as_it_is, nothing_more
 from cspd.option import Option

@@ -44,8 +44,7 @@ from cspd.heads.calibration import (
     joined,
 )
 from cspd.heads.chain import Chain, Inputs, Schedule
-from cspd.heads.driver import compiled_ancestral
-from cspd.heads.samplers import ancestral
+from cspd.heads.samplers import ancestral, compiled_ancestral
 from cspd.heads.speculative import Chains
 from cspd.heads.verify import table_size
 from cspd.method import PLAIN, Choice, DraftChooser, choose_by_gain, is_enough

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.device import Precision, all_bytes, on_device
+from cspd.device import Precision, all_bytes, on_device, send_integers
 from cspd.heads import driver
 from cspd.heads.net import Net, Prediction
 from mar.head import Head, ReadyHead
@@ -476,7 +476,7 @@ class Chain:
 
     def part(self, which: np.ndarray, schedule: Schedule) -> Chain:
         """The rows `which`, int64 [n] on the CPU, by other steps; they are counted by themselves."""
-        index, tally = torch.as_tensor(which).to(self.z.device), Tally()
+        index, tally = send_integers(which, self.z.device), Tally()
         self.tally.parts.append((which, tally))
         z, *others = self.inputs
         return replace(

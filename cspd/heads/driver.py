@@ -7,19 +7,15 @@ up to rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cspd import kernels
-from cspd.device import on_device
 from cspd.graphs import compiled
 from cspd.heads.net import Prediction, guided
-from mar.head import Head, ReadyHead, filled
-
-if TYPE_CHECKING:
-    from cspd.heads.chain import Chain
+from mar.head import Head, ReadyHead
 
 # Kernels in place of a chain's operations; None where there is no kernel.
 
@@ -53,67 +49,21 @@ def segment(
     return segment_step(x, out.raw, noise, out.scale, temperature, difference, *columns)
 
 
-def passes(move: Callable[..., Any], head: Head, device: torch.device, is_compiled: bool) -> Callable[..., Any]:
+Pass = Callable[..., Any]
+
+
+def passes(plain: Pass, by_kernels: Pass, head: Head, device: torch.device, is_compiled: bool) -> Pass:
     """The version of `verify.move` for a head on a device; only MAR's has kernels."""
     if is_compiled:
-        return compiled(move, "speculative passes")
-    return move_by_kernels if isinstance(head, Head) and kernels.available(device) else move
+        return compiled(plain, "speculative passes")
+    return by_kernels if isinstance(head, Head) and kernels.available(device) else plain
 
 
-def move_by_kernels(
-    head: Head,
-    lookup: Any,
-    draws: Tensor,
-    modulations: Any,
-    end_indices: Tensor,
-    row_starts: Tensor,
-    scale: Tensor,
-    state: Tensor,
-    left: Tensor,
-    phase: Tensor,
-    trace_sigma: bool = False,
-) -> Any:
-    """`verify.move` with one launch before the head call and one after it; log sigma_p is always summed."""
-    from cspd.heads.verify import Moved
-    from cspd.kernels.head import denoise
-    from cspd.kernels.speculative import after_head, before_head
-
-    left, phase = left.contiguous(), phase.contiguous()  # in the first pass they are columns of the slots' progress
-    given = lookup.draft, draws, end_indices, state, left, phase
-    inputs, last, at = before_head(*given, filled(end_indices.numel()))
-    layers, at = modulations.in_place(head, at)
-    out = denoise(head, inputs, head.split(layers), at)
-    return Moved(*after_head(*given, inputs, last, out, scale))
-
-
-# The full chain by torch.compile.
+# Several steps of the full chain in one program.
 
 # Each call of a compiled function takes the time of a step or so: a function of one step would be slower than eager
 # PyTorch. Compiling takes longer the more steps it has.
 COMPILED_STEPS = 5
-
-
-def compiled_ancestral(chain: Chain, first_timestep: int | None = None) -> Tensor:
-    """`ancestral` with `COMPILED_STEPS` steps at a time by torch.compile; the first step and the last few are eager."""
-    if first_timestep is not None:
-        chain = chain.respaced(chain.head.schedule(len(chain), first_timestep))
-    head, precision, (z, scale, temperature, *_) = chain.head, chain.precision, chain.inputs
-    constants, x = chain.constants, chain.start()
-    added = chain.eps * (constants.sigma * temperature)
-    with precision.full():
-        c_embed = head.cond_embed(z)
-        t_embed = head.time_embed(on_device(constants.timesteps, z.device))[:, None, None]
-        x = several_steps(head, x, head.modulations(t_embed[:1], c_embed), added[:1], scale, constants.numbers[:1])
-    own_head, run = precision.prepare(head), compiled(several_steps, "denoising steps")
-    for first in range(1, len(added), COMPILED_STEPS):
-        own = slice(first, first + COMPILED_STEPS)
-        if own.stop > len(added):  # another number of steps would be another program
-            run = several_steps
-        layers = own_head.modulations(t_embed[own], c_embed)
-        x = run(own_head, x, layers, added[own], scale, constants.numbers[own])
-    chain.tally.calls += len(chain)
-    chain.tally.evaluations += len(chain) * len(z)
-    return x
 
 
 def several_steps(
@@ -133,3 +83,8 @@ def several_steps(
         eps, v = guided(out, scale)
         x = torch.addcmul(x * mean_x + eps * mean_eps, torch.exp(v * slope), added[step])
     return x
+
+
+def compiled_steps() -> Callable[..., Tensor]:
+    """`several_steps` by torch.compile."""
+    return compiled(several_steps, "denoising steps")

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.device import on_device
+from cspd.device import on_device, send_integers
+from cspd.heads import driver
 from cspd.heads.chain import Chain, table_bytes
 from cspd.option import Option, option, options_of
 from mar.head import TRAIN_STEPS, Modulations, ReadyHead, Schedule, respaced, schedule
@@ -113,13 +114,38 @@ def ancestral(chain: Chain, first_timestep: Annotated[int | None, FIRST_TIMESTEP
     return x
 
 
+def compiled_ancestral(chain: Chain, first_timestep: int | None = None) -> Tensor:
+    """`ancestral` by torch.compile, a few steps at a time; the first step and the last few are eager."""
+    if first_timestep is not None:
+        chain = chain.respaced(chain.head.schedule(len(chain), first_timestep))
+    head, precision, (z, scale, temperature, *_) = chain.head, chain.precision, chain.inputs
+    constants, x = chain.constants, chain.start()
+    added = chain.eps * (constants.sigma * temperature)
+    with precision.full():
+        c_embed = head.cond_embed(z)
+        t_embed = head.time_embed(on_device(constants.timesteps, z.device))[:, None, None]
+        x = driver.several_steps(
+            head, x, head.modulations(t_embed[:1], c_embed), added[:1], scale, constants.numbers[:1]
+        )
+    own_head, run = precision.prepare(head), driver.compiled_steps()
+    for begin in range(1, len(added), driver.COMPILED_STEPS):
+        own = slice(begin, begin + driver.COMPILED_STEPS)
+        if own.stop > len(added):  # another number of steps would be another program
+            run = driver.several_steps
+        layers = own_head.modulations(t_embed[own], c_embed)
+        x = run(own_head, x, layers, added[own], scale, constants.numbers[own])
+    chain.tally.calls += len(chain)
+    chain.tally.evaluations += len(chain) * len(z)
+    return x
+
+
 def by_length(chain: Chain, lengths: np.ndarray, first_timestep: int) -> Tensor:
     """Draws every token by an ancestral chain of its own length T, int64 [R]; rows of equal length share a batch."""
     tokens = chain.z.new_empty(len(lengths), chain.head.channels)
     for num_steps in np.unique(lengths).tolist():
         which = np.flatnonzero(lengths == num_steps)
         part = chain.part(which, chain.head.schedule(num_steps, first_timestep))
-        tokens[torch.as_tensor(which).to(tokens.device)] = chain.run(part, ancestral)
+        tokens[send_integers(which, tokens.device)] = chain.run(part, ancestral)
     return tokens
 
 

@@ -38,6 +38,7 @@ from cspd.heads.verify import (
     first_step,
     lookup,
     move,
+    move_by_kernels,
     table_size,
 )
 from cspd.option import option
@@ -169,7 +170,7 @@ class Chains:
         self.trace_sigma, self.drafting = trace_sigma, drafting
         self.num_steps, self.window = table.shape[:2]
         self._lookup = lookup(table, fixed=not s.log_sigma_slope.any(), by_block=by_block)
-        self._move = driver.passes(move, head, self.device, compiled)
+        self._move = driver.passes(move, move_by_kernels, head, self.device, compiled)
         with precision.full():
             self._t_embed = head.time_embed(send({"names": s.timestep_map}, self.device)["names"])
         self._graphs = graphs or Graphs(self.device, enabled=False)

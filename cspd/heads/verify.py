@@ -14,7 +14,7 @@ from cspd.device import Precision, send_integers
 from cspd.heads.block import TINY, accept_prefix, draw_excess
 from cspd.heads.chain import Schedule, modulation_size, most_bytes
 from cspd.heads.net import guided
-from mar.head import Head, fill
+from mar.head import Head, fill, filled
 
 # Diagonal Gaussians: log-ratios, and a maximal coupling of p and q.
 #
@@ -655,3 +655,28 @@ def move(
         record=torch.addcmul(decided, decided, rejected, value=-2),  # negative if the last step was rejected
         log_sigma=log_sigma,
     )
+
+
+def move_by_kernels(
+    head: Head,
+    lookup: Lookup,
+    draws: Tensor,
+    modulations: Table | Embeddings,
+    end_indices: Tensor,
+    row_starts: Tensor,
+    scale: Tensor,
+    state: Tensor,
+    left: Tensor,
+    phase: Tensor,
+    trace_sigma: bool = False,
+) -> Moved:
+    """`move` with one launch before the head call and one after it; log sigma_p is always summed."""
+    from cspd.kernels.head import denoise
+    from cspd.kernels.speculative import after_head, before_head
+
+    left, phase = left.contiguous(), phase.contiguous()  # in the first pass they are columns of the slots' progress
+    given = lookup.draft, draws, end_indices, state, left, phase
+    inputs, last, at = before_head(*given, filled(end_indices.numel()))
+    layers, rows_of = modulations.in_place(head, at)
+    out = denoise(head, inputs, head.split(layers), rows_of)
+    return Moved(*after_head(*given, inputs, last, out, scale))

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from cspd.heads.calibration import draft_table
-from cspd.heads.driver import move_by_kernels
-from cspd.heads.verify import MOVING, UNRESOLVED, Embeddings, Table, lookup, move
+from cspd.heads.verify import MOVING, UNRESOLVED, Embeddings, Table, lookup, move, move_by_kernels
 from cspd.kernels.speculative import after_head, before_head
 from mar.head import Head, fill, filled, schedule
 
