@@ -755,6 +755,20 @@ BUGS = [
         "test_graphs.py",
     ),
     Bug(
+        "a chain computes the modulations of all steps at once",
+        "cspd/heads/chain.py",
+        "return int(min(GPU_BYTES, GPU_SHARE * all_bytes(device)))",
+        "return most_bytes(device)",
+        "test_graph_memory.py",
+    ),
+    Bug(
+        "what torch's cache holds hides the memory of a graph",
+        "cspd/graphs.py",
+        "        torch.cuda.empty_cache()\n",
+        "",
+        "test_graph_memory.py",
+    ),
+    Bug(
         "a kernel that computes rubbish is used",
         "cspd/kernels/__init__.py",
         "if drawn != [OF_ZEROS]:",

@@ -150,9 +150,10 @@ QUICK = [("MAR", "ar"), ("MAR", "lazymar:denoiser=calibrated"), ("VQ", "sd")]
     "family, name",
     [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in cases.CHECKED],
 )
-def test_the_file_has_the_images_of_a_cpu(family, name):
+def test_the_file_has_the_images_of_a_cpu(family, name, device):
     """If it fails after a change that is meant to change images: `python scripts/record_images.py`."""
-    found = cases.compared(cases.generated(family, name, CPU), cases.recorded(family, name))
+    mode = "eager" if device == CPU else "graphs"
+    found = cases.compared(cases.generated(family, name, device, mode), cases.recorded(family, name))
     assert found["passed"], found
 
 

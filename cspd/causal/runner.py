@@ -327,7 +327,7 @@ class CausalRunner:
         """Images [B, 3, H, W] in 0..1 of tokens [B, L, d]; None without an autoencoder."""
         if self.vae is None:
             return None
-        with self.precision.full():  # pixels do not depend on the policy
+        with self.precision.decoding():
             return to_unit(decoded(self._decode, self.target.unpatchify(tokens)))
 
     def _decode(self, latents: Tensor) -> Tensor:

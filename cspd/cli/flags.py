@@ -755,7 +755,7 @@ def _add_machine(parser: Parser) -> None:
     """Adds flags of the device and how it computes."""
     group = parser.add_argument_group("machine")
     _add_device(group)
-    text = "fp32: float32 throughout; tf32, bf16: faster on a GPU (docs/exactness.md) (default: %(default)s)"
+    text = "fp32: float32 for all tokens; tf32, bf16: faster on a GPU (docs/exactness.md) (default: %(default)s)"
     group.add_argument("--precision", default="fp32", choices=PRECISIONS, metavar="NAME", help=text)
     text = "compile MAR's backbone, the steps of ar and speculative, and VQ layers: minutes on first use, then faster"
     _rare(group.add_argument("--compile", action="store_true", help=text))

@@ -789,7 +789,7 @@ class VQRunner:
         tokenizer = self.models["tokenizer"]
         if tokenizer is None:
             return None
-        with self.precision.full():
+        with self.precision.decoding():
             images = decoded(tokenizer.decode, tokens.clamp(min=0))
         if images.shape[-1] > self.image_size:
             images = functional.interpolate(images, (self.image_size, self.image_size), mode="bicubic")

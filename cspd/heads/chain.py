@@ -159,8 +159,10 @@ def chain_steps(s: Schedule, device: torch.device) -> Steps:
 
 # The head's modulations. They do not depend on the noisy token, so many timesteps are computed at once.
 
-MODULATION_BYTES = 16 * 2**20  # of a chain's table on a CPU, so that it fits the cache; longer chains use several
-TABLE_SHARE = 1 / 8  # of a device's memory: the most that a table may take
+MODULATION_BYTES = 16 * 2**20  # computed at once on a CPU, so that they fit the cache
+# and on a GPU, where products of this size are fast: a CUDA graph holds as much memory, and all graphs share little
+GPU_BYTES, GPU_SHARE = 2**30, 1 / 64
+TABLE_SHARE = 1 / 8  # of a device's memory: the most that a table of all steps may take
 
 
 def modulation_size(head: Head) -> int:
@@ -176,8 +178,10 @@ def most_bytes(device: torch.device) -> int:
 
 
 def table_bytes(device: torch.device) -> int:
-    """The most bytes of a table of modulations that a chain reads step by step."""
-    return MODULATION_BYTES if device.type == "cpu" else most_bytes(device)
+    """The most bytes of modulations that are computed at once; longer chains compute them in chunks."""
+    if device.type == "cpu":
+        return MODULATION_BYTES
+    return int(min(GPU_BYTES, GPU_SHARE * all_bytes(device)))
 
 
 def is_full_call(i: int, num_calls: int, null_every: int) -> bool:

@@ -19,7 +19,7 @@ from cspd.device import Precision, Report, send, send_integers
 from cspd.graphs import Graphs, bucket
 from cspd.heads import driver
 from cspd.heads.calibration import DRAFTS, WINDOWS
-from cspd.heads.chain import Chain, Inputs, Schedule
+from cspd.heads.chain import Chain, Inputs, Schedule, modulation_size, table_bytes
 from cspd.heads.samplers import ancestral, sampler
 from cspd.heads.verify import (
     FIRST_BLOCK,
@@ -42,7 +42,7 @@ from cspd.heads.verify import (
     table_size,
 )
 from cspd.option import option
-from mar.head import Head, fill
+from mar.head import Head, fill, filled
 
 # A chain that has ended: its token, and a record of its passes.
 
@@ -240,12 +240,21 @@ class Chains:
             chain.slot = slot
         if slots.tabled and not old.tabled and num_chains:
             here = torch.arange(1, num_chains + 1, device=self.device)
-            slots.write_modulations(here, self._modulations(slots.c_embed[here].transpose(0, 1)))
+            self._write_modulations(here, slots.c_embed[here].transpose(0, 1))
 
-    def _modulations(self, c_embed: Tensor) -> list[Tensor]:
-        """The head's modulations at all steps for conditions [G, N, width]: by layer, [G, N, T, ..]."""
-        with self.precision.fast():
-            return self._fast_head.modulations(self._t_embed, c_embed.unsqueeze(2))
+    def _write_modulations(self, here: Tensor, c_embed: Tensor) -> list[Tensor]:
+        """Stores the head's modulations at all steps for conditions [G, N, width] in slots `here` [N].
+
+        They are computed in chunks of steps. Returns those of the first step of the chain: by layer, [G, N, ..].
+        """
+        of_a_step = modulation_size(self.head) * c_embed.shape[0] * c_embed.shape[1]
+        chunk = filled(max(1, table_bytes(self.device) // of_a_step))
+        for first in range(0, self.num_steps, chunk):
+            steps = slice(first, first + chunk)
+            with self.precision.fast():
+                layers = self._fast_head.modulations(self._t_embed[steps], c_embed.unsqueeze(2))
+            self._slots.write_modulations(here, layers, steps)
+        return [layer[:, :, -1] for layer in layers]
 
     def _join(
         self,
@@ -268,12 +277,10 @@ class Chains:
         slots.draws[here] = torch.cat([eps_t, log_uniform.unsqueeze(-1)], dim=-1)
         with self.precision.full():
             c_embed = self.head.cond_embed(fill(z))
-        layers = self._modulations(c_embed[:, : len(x)]) if slots.tabled else None
-        if layers:
-            slots.write_modulations(here, layers)
+        layers = self._write_modulations(here, c_embed[:, : len(x)]) if slots.tabled else None
         with self.precision.full():
             if layers and self.precision.uniform:
-                first = [fill(layer[:, :, -1]) for layer in layers]
+                first = [fill(layer) for layer in layers]
             else:
                 first = self.head.modulations(self._t_embed[-1], c_embed)
             state, log_sigma = first_step(self.head, x, eps_t[:, -1], first, scale, temperature, self.schedule)

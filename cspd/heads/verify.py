@@ -284,14 +284,14 @@ class Slots:
         """The modulations' table, or their inputs if there is no table; t_embed: [T, width], of all steps."""
         return self._table or Embeddings(t_embed, self.c_embed)
 
-    def write_modulations(self, slots: Tensor, layers: Sequence[Tensor]) -> None:
-        """Stores the modulations of the chains in slots [N]: by layer, [G, N, T, ..] each."""
+    def write_modulations(self, slots: Tensor, layers: Sequence[Tensor], steps: slice = slice(None)) -> None:
+        """Stores the modulations of the chains in slots [N] at these steps: by layer, [G, N, steps, ..] each."""
         if self._table is None:
             widths = [layer.shape[-1] for layer in layers]
             shape = self.num_branches, self.capacity, self.num_steps, sum(widths)
             self._table = Table(layers[0].new_empty(shape), widths)  # not zeroed: it is large
         for own, layer in zip(self._table.layers(), layers):
-            own[:, slots] = layer
+            own[:, slots, steps] = layer
 
 
 def capacity_for(needed: int, most: int) -> int:

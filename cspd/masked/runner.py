@@ -400,7 +400,7 @@ class MARRunner:
         if self.vae is None:
             return None
         latents = self.target.unpatchify(tokens) / self.vae.config.scale
-        with self.precision.full():  # pixels do not depend on the policy
+        with self.precision.decoding():
             return to_unit(decoded(self._decode, latents))
 
     def _decode(self, latents: Tensor) -> Tensor:
