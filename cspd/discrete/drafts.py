@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from cspd.device import Report, send_integers
-from cspd.discrete.batch import MOST_NODES, Batch, by_slot, packed, unpacked
+from cspd.discrete.batch import Batch, by_slot, packed, unpacked
+from cspd.discrete.kv_cache import MOST_NODES
 from cspd.discrete.prices import Verification, audited, num_draws
 from cspd.discrete.rules import (
     DIALS,

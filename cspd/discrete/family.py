@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cspd.device import Precision, check_fits, free_bytes, in_turns, seconds_of, unsteadiness
-from cspd.discrete.batch import MOST_NODES, Batch, most_columns
+from cspd.discrete.batch import Batch
 from cspd.discrete.drafts import (
     DRAFTS,
     check_model,
@@ -30,6 +30,7 @@ from cspd.discrete.drafts import (
 )
 from cspd.discrete.gpt import GPT, Eagle, GPTConfig, VQModel
 from cspd.discrete.jacobi import jacobi, run_jacobi_round, slide_by_one
+from cspd.discrete.kv_cache import MOST_NODES, most_columns
 from cspd.discrete.registry import HFConfig
 from cspd.discrete.rules import DIALS, MIXED, rule_of
 from cspd.discrete.runner import VQRunner

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cspd.discrete.batch import MOST_NODES, Batch
+from cspd.discrete.batch import Batch
 from cspd.discrete.drafts import Drafted, by_budget, check_rule, commit, explain, near_of, outcome, price, run
+from cspd.discrete.kv_cache import MOST_NODES
 from cspd.discrete.prices import Verification
 from cspd.discrete.rules import (
     MIXED,

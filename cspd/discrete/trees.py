@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cspd.discrete.batch import seen_of
+from cspd.discrete.kv_cache import seen_of
 from cspd.discrete.prices import Verification
 from cspd.discrete.rules import TINY, Rule, point, sample, without
 from cspd.transformer import steps
