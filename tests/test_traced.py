@@ -16,7 +16,7 @@ from tracing import NAMES, models_of, requests_of, traced
 
 from cspd import VQModels, kernels
 from cspd.graphs import compiled
-from cspd.heads.samplers import COMPILED_STEPS
+from cspd.heads.driver import COMPILED_STEPS
 from mar.vae import AutoencoderKL, KLConfig
 
 pytestmark = [
