@@ -153,7 +153,7 @@ class FlowHead:
         return torch.cat([out, torch.zeros_like(out)], dim=-1)
 
 
-class _ByCell(nn.Module):
+class _Cells(nn.Module):
     """A linear layer of theirs on each cell of a patch, whose numbers follow each other."""
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -191,7 +191,7 @@ def borrowed_flow(net: Any, channels: int, num_cells: int | None, is_clean: bool
     own = with_modules(
         nn.Module,
         time_embed=with_modules(mar_head.TimestepEmbedder, mlp=net.time_embed.mlp),
-        cond_embed=_ByCell(net.cond_embed),
+        cond_embed=_Cells(net.cond_embed),
         input_proj=net.input_proj,
         res_blocks=nn.ModuleList(blocks),
         ada_ln_blocks=net.ada_ln_blocks,

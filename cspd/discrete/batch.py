@@ -16,14 +16,14 @@ from cspd.discrete.rules import MIN_TEMPERATURE, MIXED, Filter, filter_numbers
 from cspd.request import Request, Sequence
 from cspd.transformer import steps
 
-# The sequences of one round, described on the CPU (`Kind`) and on the device (`Batch`).
+# The sequences of one round, described on the CPU (`RoundKind`) and on the device (`Batch`).
 
 LEAST_BUCKET = 64  # the smallest bound on committed tokens of a graph of fixed shape
 BUCKETS = 4  # from one power of two to the next
 MAX_PREFILLED = 4096  # inputs of one forward pass that prefills, over all its sequences, which bounds its memory
 
 
-class Kind(NamedTuple):
+class RoundKind(NamedTuple):
     """The shape of a round, apart from the settings that its requests share.
 
     Attributes:
@@ -48,7 +48,7 @@ class Kind(NamedTuple):
         """Whether all sequences have equally many committed tokens."""
         return self.least == self.most
 
-    def bucketed(self) -> Kind:
+    def bucketed(self) -> RoundKind:
         """The kind that a graph is made for: there are few, so that one graph serves many numbers of tokens."""
         first = 0 if self.first_slot == 0 else None  # 0 if all slots are taken, or requests come one at a time
         return self._replace(first_slot=first, least=0, most=bucket(self.most))
@@ -75,7 +75,7 @@ class Batch:
     """
 
     request: Request
-    kind: Kind
+    kind: RoundKind
     num_committed: Tensor
     committed_rows: Tensor
     slot: Tensor
@@ -108,7 +108,9 @@ def by_slot(sequences: list[Sequence]) -> list[Sequence]:
     return sorted(sequences, key=lambda sequence: sequence.slot)
 
 
-def packed(sequences: list[Sequence], config: GPTConfig, ahead: Set[Sequence], most_ahead: int) -> tuple[Kind, Tensor]:
+def packed(
+    sequences: list[Sequence], config: GPTConfig, ahead: Set[Sequence], most_ahead: int
+) -> tuple[RoundKind, Tensor]:
     """Packs the numbers of a round into one tensor, for one copy to the device, where `unpacked` reads them.
 
     Args:
@@ -131,7 +133,7 @@ def packed(sequences: list[Sequence], config: GPTConfig, ahead: Set[Sequence], m
     whole = torch.tensor([slots, seeds, iterations, counts])
     real = torch.tensor([cfg, divisors, masses], dtype=torch.float64)
     is_consecutive = slots[-1] - slots[0] < len(slots)
-    kind = Kind(
+    kind = RoundKind(
         size=len(sequences),
         first_slot=slots[0] if is_consecutive else None,
         num_branches=2 if sequences[0].request.guided else 1,
@@ -165,7 +167,7 @@ def per_branch(tensor: Tensor, num_branches: int) -> Tensor:
     return tensor.repeat_interleave(num_branches, 0) if num_branches > 1 else tensor
 
 
-def unpacked(request: Request, kind: Kind, numbers: Tensor, all_committed: Tensor) -> Batch:
+def unpacked(request: Request, kind: RoundKind, numbers: Tensor, all_committed: Tensor) -> Batch:
     """The batch on the device, from the result of `packed`. all_committed: int64 [slots], committed tokens."""
     slot, seed, iteration, count = numbers[:4]
     scale, temperature, mass = numbers[4:].view(torch.float64).float()

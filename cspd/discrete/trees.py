@@ -496,7 +496,7 @@ def follow(shape: Shape, tokens: Tensor, drawn: Tensor, room: Tensor) -> Verifie
     return Verified(count, path, last, _tried(shape, path, count, room), no_bound)
 
 
-class Draws(NamedTuple):
+class TreeDraws(NamedTuple):
     """The uniform draws for a tree.
 
     Attributes:
@@ -517,7 +517,7 @@ def walk(
     tokens: Tensor,
     P: Tensor,
     Q: Tensor | None,
-    draws: Draws,
+    draws: TreeDraws,
     room: Tensor,
     near: Tensor | None = None,
 ) -> Verified:

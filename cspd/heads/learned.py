@@ -31,7 +31,7 @@ MOST_NUMBERS = 2**24  # of all recorded x, eps, v and noise, 64 MiB; their condi
 GAIN = 1.1  # predicted gain below which nothing is drafted
 
 
-class Cache(Protocol):
+class FitCache(Protocol):
     """Fitted arrays by their settings, see `cspd.files.ArrayCache`."""
 
     def get(self, kind: Any, settings: dict, make: Callable[[], Any]) -> Any: ...
@@ -55,7 +55,7 @@ class Learned:
         temperature: float,
         branches: int,
         precision: Precision,
-        cache: Cache,
+        cache: FitCache,
         settings: dict,
         seconds: Callable[[int, int, int, Any], float],
     ) -> None:
