@@ -28,12 +28,12 @@ os.environ["ENABLE_TORCH_COMPILE"] = "false"  # NextStep-1's own switch
 import numpy as np
 import torch
 from llamagen_loop import in_turns
-from mar_loop import their_model
 from torch import Tensor, nn
 
 import cspd
 from cspd.engine import Engine
 from cspd.evaluation.scores import energy_test
+from cspd.gpu_check.fast import their_model
 
 SampleBatch = Callable[[int], Tensor]  # number of images -> their tokens
 THEIRS, OURS = "their sampler", "accelerated"
