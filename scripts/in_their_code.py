@@ -37,7 +37,7 @@ from cspd.gpu_check.fast import their_model
 
 SampleBatch = Callable[[int], Tensor]  # number of images -> their tokens
 THEIRS, OURS = "their sampler", "accelerated"
-STEPS, MOST_BATCHES = 30, 200
+MOST_BATCHES = 200
 DECODED = 50  # images at once
 
 
@@ -97,7 +97,7 @@ def sphere(args: argparse.Namespace) -> tuple[Any, SampleBatch]:
     sizes |= {"latent_dim": 16, "patch_size": 8, "resolution": 64, "cls_token_num": 4, "num_classes": 10}
     model = theirs.SphereAR(**sizes, diff_batch_mul=1).eval()
     model.load_state_dict(engine.runner.target.state_dict(), strict=False)
-    return model, lambda num: model.sample(torch.arange(num) % 10, sample_steps=STEPS, cfg_scale=args.cfg)
+    return model, lambda num: model.sample(torch.arange(num) % 10, sample_steps=args.steps, cfg_scale=args.cfg)
 
 
 def bitdance(args: argparse.Namespace) -> tuple[Any, SampleBatch]:
@@ -107,7 +107,7 @@ def bitdance(args: argparse.Namespace) -> tuple[Any, SampleBatch]:
     sizes = {"dim": 128, "n_layer": 2, "n_head": 2, "diff_layers": 4, "diff_dim": 128, "diff_adanln_layers": 2}
     sizes |= {"latent_dim": 32, "down_size": 16, "patch_size": 1, "resolution": 128, "cls_token_num": 8}
     model: Any = with_drawn_zeros(theirs.BitDance(**sizes, diff_batch_mul=1, num_classes=10))
-    return model, lambda num: model.sample(torch.arange(num) % 10, sample_steps=STEPS, cfg_scale=args.cfg)
+    return model, lambda num: model.sample(torch.arange(num) % 10, sample_steps=args.steps, cfg_scale=args.cfg)
 
 
 def nextstep(args: argparse.Namespace) -> tuple[Any, SampleBatch]:
@@ -121,7 +121,7 @@ def nextstep(args: argparse.Namespace) -> tuple[Any, SampleBatch]:
         c, tokens = torch.zeros(2 * num, 64), []
         c[:num] = torch.arange(num)[:, None] % 10
         for _ in range(16):
-            tokens.append(head.sample(c, cfg=args.cfg, num_sampling_steps=STEPS, noise_repeat=num))
+            tokens.append(head.sample(c, cfg=args.cfg, num_sampling_steps=args.steps, noise_repeat=num))
             c = torch.tanh(torch.cat([c, tokens[-1].repeat(2, 1)], dim=1) @ mix)
         return torch.stack(tokens, dim=1)
 
@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument("--method", default="speculative", choices=("speculative", "calibrated"))
     parser.add_argument("--checkpoint", default="digits32", choices=("digits32", "emoji64"), help="a MAR's weights")
     parser.add_argument("--num-iter", type=int, default=64, help="a MAR's iterations")
+    parser.add_argument("--steps", type=int, default=30, help="denoising steps, of all but the MARs")
     parser.add_argument("--cfg", type=float, default=3.0)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
