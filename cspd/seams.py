@@ -756,8 +756,6 @@ def _check_settings(sampler: Sampler, settings: dict[str, Any], seam: Seam) -> N
         raise ValueError(f"method={sampler.name!r} needs each token's iteration, unknown here: use cspd.load")
     if settings.get("grid") == "planned":
         raise ValueError("grid='planned' needs a fit, which this method does not make here: use grid='uniform'")
-    if settings.get("verification") == "block" and seam.kind == DIFFUSION:
-        raise ValueError(f"verification='block' needs fixed variances, which {seam.code} does not have: use 'steps'")
     if settings.get("head_calls") is not None and settings.get("divergence") is not None:
         raise ValueError("head_calls and divergence both say how long a plan is: give only one of them")
     if not isinstance(seam.head, mar_head.Head) and (sampler.name == "cached" or "first_timestep" in settings):

@@ -275,35 +275,6 @@ BUGS = [
         "in_tiles = size",
         "causal/test_runner.py",
     ),
-    # block verification
-    Bug(
-        "noise that a block has looked at is used again",
-        "cspd/heads/verify.py",
-        "view(-1, slots.draws.shape[-1])[at] =",
-        "view(-1, slots.draws.shape[-1])[at * 0] =",
-        "heads/test_velocity.py",
-    ),
-    Bug(
-        "the weight of a block's prefix forgets its own excess",
-        "cspd/heads/block.py",
-        "total - total.cummax(1).values.clamp(min=0)",
-        "total.clamp(max=0)",
-        "heads/test_block.py",
-    ),
-    Bug(
-        "a block's prefix is judged by the wrong next state",
-        "cspd/heads/block.py",
-        "gap.double().roll(-1, 1)",
-        "gap.double()",
-        "heads/test_velocity.py",
-    ),
-    Bug(
-        "a rejected block goes on from the weight of a longer prefix",
-        "cspd/heads/block.py",
-        "pad(log_c[:, :-1], (1, 0))",
-        "pad(log_c[:, 1:], (0, 1))",
-        "heads/test_velocity.py",
-    ),
     # the noise
     Bug(
         "acceptance draws shared with the initial noise",

@@ -60,12 +60,6 @@ def test_every_method(name, precision):
     assert len(outputs) == 2
 
 
-@pytest.mark.slow
-def test_block_verification():
-    name = "causal speculative"
-    traced(models_of(name), requests_of(name, 2, label=1, verification="block"))
-
-
 @pytest.mark.parametrize(
     "architecture, name, precision",
     [

@@ -150,7 +150,7 @@ register_family(
         ar speculative disa {SEARCHED}
         euler:head_calls=16 euler:head_calls=25 euler:head_calls=50 heun:head_calls=15 heun:head_calls=25
     """,
-    windows=SEARCHED_WINDOWS + "speculative:window=16:verification=block speculative:window=24:verification=block",
+    windows=SEARCHED_WINDOWS,
 )
 
 

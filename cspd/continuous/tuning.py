@@ -323,7 +323,7 @@ class Fitted:
         """Steps of head calls; equal for both models, since CSpD compares their chains."""
         return self.runner.tuning.calibrations["target"].plan(self.request, head_calls).steps
 
-    def chains(self, chain: Chain, window: int | None, draft: str, verification: str) -> Chains | None:
+    def chains(self, chain: Chain, window: int | None, draft: str) -> Chains | None:
         """Empty `Chains` for these tokens; None if nothing is drafted."""
         if not window:
             return None
@@ -358,7 +358,6 @@ class Fitted:
             graphs=runner.graphs,
             trace_sigma=trace_sigma,
             drafting=self.model == "draft",
-            by_block=request.verification == "block",
             compiled=runner.tuning.compiled,
         )
 

@@ -215,9 +215,3 @@ class TorchNoise:
     ) -> tuple[Tensor, Tensor]:
         """Residual candidates: normals [R, num, channels], uniform draws [R, num], see `cspd.noise.candidates`."""
         return self._normal(len(seed), num, channels), self._uniform(len(seed), num)
-
-    def after_block(
-        self, seed: Tensor, position: Tensor, step: Tensor, index: Tensor, channels: int
-    ) -> tuple[Tensor, Tensor]:
-        """Normals [R, n, channels] and uniform draws [R, n, 1], see `cspd.noise.after_block`."""
-        return self._normal(*step.shape, channels), self._uniform(*step.shape, 1)

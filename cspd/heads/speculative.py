@@ -33,7 +33,6 @@ from cspd.heads.verify import (
     UNRESOLVED,
     Slots,
     capacity_for,
-    draw_after_block,
     draw_residual,
     first_step,
     lookup,
@@ -143,7 +142,6 @@ class Chains:
         graphs: captures and replays the launches; by default nothing is captured.
         trace_sigma: also sum log sigma_p along the chains, see `Finished`.
         drafting: the head is a draft model's; its uniform draws and candidates differ from the target's.
-        by_block: judge a window's states together, see `cspd.heads.block`; only for chains of fixed variances.
         compiled: run passes through torch.compile; the results agree to rounding.
 
     Attributes:
@@ -161,7 +159,6 @@ class Chains:
         graphs: Graphs | None = None,
         trace_sigma: bool = False,
         drafting: bool = False,
-        by_block: bool = False,
         compiled: bool = False,
     ) -> None:
         self.head, self.schedule, self.precision = head, s, precision
@@ -169,7 +166,7 @@ class Chains:
         self._fast_head = precision.prepare(head)
         self.trace_sigma, self.drafting = trace_sigma, drafting
         self.num_steps, self.window = table.shape[:2]
-        self._lookup = lookup(table, fixed=not s.log_sigma_slope.any(), by_block=by_block)
+        self._lookup = lookup(table, fixed=not s.log_sigma_slope.any())
         self._move = driver.passes(move, move_by_kernels, head, self.device, compiled)
         with precision.full():
             self._t_embed = head.time_embed(send({"names": s.timestep_map}, self.device)["names"])
@@ -372,10 +369,8 @@ class Chains:
             self._ignore_past_launches(chains)
 
     def _residual(self, first: int, max_tries: int) -> Callable[[Tensor], Tensor]:
-        """`draw_residual` of candidates `first` .. `max_tries` - 1, or `draw_after_block`, as a function of slots."""
+        """`draw_residual` of candidates `first` .. `max_tries` - 1, as a function of slots."""
         offset = self.noise.DRAFT_OFFSET if self.drafting else 0
-        if self._lookup.by_block:
-            return functools.partial(draw_after_block, self._slots, self.noise, offset, self.window)
         return functools.partial(draw_residual, self._slots, self.noise, offset, first, max_tries)
 
     def _ignore_past_launches(self, chains: list[_Chain]) -> None:
@@ -420,11 +415,6 @@ class Chains:
 
 # The sampler.
 
-VERIFICATIONS = {
-    "steps": "each drafted state is accepted or rejected by itself",
-    "block": "a window's states are judged together: fewer head calls, but each rejection takes more work",
-}
-
 
 @sampler("speculative", "exact", fit=True, whole=False)
 def speculative(
@@ -446,20 +436,9 @@ def speculative(
             kind=DRAFTS,
         ),
     ] = "calibrated",
-    verification: Annotated[
-        str,
-        option(
-            "whether drafted states are judged one by one (steps) or a window together (block: fewer head calls, more"
-            " work per rejection)",
-            kind=VERIFICATIONS,
-        ),
-    ] = "steps",
 ) -> Tensor:
-    """Speculates on the head's own denoising chain; no draft model (arXiv 2501.05370).
-
-    `verification` is for heads whose variances are fixed.
-    """
-    chains = chain.fitted.chains(chain, window, draft, verification)
+    """Speculates on the head's own denoising chain; no draft model (arXiv 2501.05370)."""
+    chains = chain.fitted.chains(chain, window, draft)
     if chains is None:  # nothing is drafted
         return ancestral(chain)
     ended = chains.run(chain.inputs, chain.noise_index)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from cspd.device import Precision, send_integers
-from cspd.heads.block import TINY, accept_prefix, draw_excess
 from cspd.heads.chain import Schedule, modulation_size, most_bytes
 from cspd.heads.net import guided
 from mar.head import Head, fill, filled
@@ -346,40 +345,6 @@ def draw_residual(
     return progress
 
 
-def draw_after_block(slots: Slots, noise: types.ModuleType, offset: int, window: int, rows: Tensor) -> Tensor:
-    """Draws the states that block verification left open, of chains in slots `rows`, int64 [R]; these chains go on.
-
-    The noise of the next `window` steps is drawn anew: block verification has looked at it.
-
-    Args:
-        noise, offset: as in `draw_residual`; the number of a chain's earlier rejections is the index of the draws.
-
-    Returns:
-        The chains' progress, see `Slots`: int64 [R, 4].
-    """
-    state, progress = slots.state.index_select(0, rows), slots.progress.index_select(0, rows)
-    _, seed, position = slots.names.index_select(0, rows).unsqueeze(-1).unbind(1)
-    # the step of the rejected state, and those of the next window
-    step = (progress[:, LEFT:PHASE] - torch.arange(window + 1, device=rows.device)).clamp(min=0)
-    index = progress[:, TRIES : TRIES + 1] + offset
-    normals, uniform = noise.after_block(seed, position, step, index, state.shape[-1])
-    log_uniform = torch.where(step.unsqueeze(-1) > 0, uniform.log(), -torch.inf)  # as in `Chains.start`
-    at = rows.unsqueeze(1) * slots.num_steps + step[:, 1:]
-    slots.draws.view(-1, slots.draws.shape[-1])[at] = torch.cat([normals, log_uniform], dim=-1)[:, 1:]
-
-    mean_p, log_sigma, mean_q = state[:, MEAN_P:].unbind(1)[:3]
-    axis = (mean_p - mean_q) * torch.exp(-log_sigma)
-    gap = axis.norm(dim=-1, keepdim=True)
-    axis = axis / gap.clamp(min=TINY)
-    along = draw_excess(state[:, 0, :1], gap, uniform[:, 0]).float() - (normals[:, 0] * axis).sum(-1, keepdim=True)
-    state[:, 0] = torch.addcmul(mean_q, log_sigma.exp(), torch.addcmul(normals[:, 0], along, axis))
-    progress[:, TRIES] += 1
-    progress[:, PHASE] = (rows == NOBODY) * SEARCHING  # nobody's chain never moves
-    slots.state.index_copy_(0, rows, state)
-    slots.progress.index_copy_(0, rows, progress)
-    return progress
-
-
 # One pass of speculative denoising, as functions on tensors: draft, verify, accept, resample.
 #
 # Source: De Bortoli et al. 2025 (arXiv 2501.05370), with calibrated linear drafts. A token's denoising chain is a
@@ -427,17 +392,15 @@ class Lookup(NamedTuple):
         lags: int64 [W], 1 .. W.
         fixed: whether log sigma does not depend on the head, so that p and q differ in their means only. Then the
             mirror image of a rejected draft always has the residual distribution; rounding alone would reject it.
-        by_block: whether a window's states are judged together, see `cspd.heads.block`; needs `fixed`.
     """
 
     draft: Tensor
     limits: Tensor
     lags: Tensor
     fixed: bool
-    by_block: bool
 
 
-def lookup(table: Tensor, fixed: bool = False, by_block: bool = False) -> Lookup:
+def lookup(table: Tensor, fixed: bool = False) -> Lookup:
     """The `Lookup` of a `draft_table`; others as there."""
     num_steps, window = table.shape[:2]
     most = torch.arange(num_steps + 1, device=table.device).clamp(max=window)
@@ -446,7 +409,6 @@ def lookup(table: Tensor, fixed: bool = False, by_block: bool = False) -> Lookup
         limits=torch.stack([most, (most - 1).clamp(min=0)], dim=1),
         lags=torch.arange(1, window + 1, device=table.device),
         fixed=fixed,
-        by_block=by_block,
     )
 
 
@@ -549,21 +511,6 @@ def accept(log_ratio: Tensor, log_uniform: Tensor) -> Tensor:
     return (log_uniform < log_ratio).cumprod(1).sum(1)
 
 
-def accept_block(
-    log_ratio: Tensor, p: Gaussian, q: Gaussian, log_uniform: Tensor, left: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Step 3 by `block.accept_prefix`: as `accept`, and log c of the prefix before each state, float64 [R, W].
-
-    Args:
-        left: int64 [R], the steps left. Step 0 is accepted if all states before it are.
-    """
-    window = log_ratio.shape[1]
-    gap = ((p[0] - q[0]) * torch.exp(-p[1])).norm(dim=-1)
-    num_noisy = (left - 1).clamp(0, window)
-    num_accepted, log_c = accept_prefix(log_ratio, gap, log_uniform, num_noisy)
-    return torch.where(num_accepted == num_noisy, left.clamp(max=window), num_accepted), log_c
-
-
 def gather_last(values: list[Tensor], at: Tensor) -> Tensor:
     """The values [R, W, ..] of one step of every window, side by side [R, n]; at: int64 [R], flat index of the step.
 
@@ -619,11 +566,7 @@ def move(
     eps, v, p = verify(head, columns, inputs, layers, scale)
 
     # 3. accept while u < p_w(y_w) / q_w(y_w): the accepted prefix and the first rejected step are decided
-    log_ratio, log_uniforms = ratios(y, p, q, eps_t), log_uniform.squeeze(-1)
-    if lookup.by_block:
-        num_accepted, log_c = accept_block(log_ratio, p, q, log_uniforms, steps_left)
-    else:
-        num_accepted = accept(log_ratio, log_uniforms)
+    num_accepted = accept(ratios(y, p, q, eps_t), log_uniform.squeeze(-1))
     rejected = num_accepted < max_decided
     last = torch.minimum(num_accepted, max_last)  # index of the last decided step in the window
     decided = last + moving  # 0 for a chain that stands still: with no steps left, `last` is 0
@@ -634,11 +577,8 @@ def move(
     anchor_p_q = anchor_p_q.unflatten(1, (7, channels))
     mean_p, log_sigma_p, mean_q, log_sigma_q = anchor_p_q[:, 3:].unbind(1)
     p_last, q_last = (mean_p, log_sigma_p), (mean_q, log_sigma_q)
-    if lookup.by_block:  # `draw_after_block` reads log c in place of the state
-        resampled, unresolved = log_c.gather(1, last.unsqueeze(1)).float().expand_as(y_last), rejected
-    else:
-        resampled, lost = resample(y_last, log_uniform_last.squeeze(-1), p_last, q_last)
-        unresolved = torch.zeros_like(rejected) if lookup.fixed else rejected & lost
+    resampled, lost = resample(y_last, log_uniform_last.squeeze(-1), p_last, q_last)
+    unresolved = torch.zeros_like(rejected) if lookup.fixed else rejected & lost
 
     # 5. go on from there; after step 0, p's mean is the token
     x = torch.where(rejected.unsqueeze(-1), resampled, y_last)

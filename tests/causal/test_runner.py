@@ -17,7 +17,6 @@ from cspd.causal.runner import CausalRunner
 METHODS = {
     "ar": {},
     "speculative": {"window": 4, "draft": "frozen"},
-    "speculative by block": {"window": 4, "draft": "frozen", "verification": "block"},
     "calibrated": {"head_calls": 6},
     "disa": {"upper": 8, "lower": 4},
     "euler": {"head_calls": 5},
