@@ -24,11 +24,11 @@ os.environ["ENABLE_TORCH_COMPILE"] = "false"  # NextStep-1's own switch
 
 import torch
 from llamagen_loop import in_turns
-from mar_loop import their_model
 from torch import Tensor, nn
 
 import cspd
 from cspd.evaluation.scores import energy_test
+from cspd.gpu_check.times import their_model
 
 SampleBatch = Callable[[int], Tensor]  # number of images -> their tokens
 THEIRS, OURS = "their sampler", "accelerated"
