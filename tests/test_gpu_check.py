@@ -429,8 +429,7 @@ def test_from_a_checkout_on_a_cpu(question, tmp_path):
     printed = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
     report = read_report(QUESTIONS[question], path)
     assert printed.returncode == 0 and not failures(report), (printed.stdout, printed.stderr)
-    left_out = [name for name, found in report["cases"].items() if "left_out" in found]
-    assert all(times.AUTHORS in name for name in left_out)
-    before = report["cases"]
+    done = {name: found for name, found in report["cases"].items() if "left_out" not in found}
+    assert all(times.AUTHORS in name for name in report["cases"].keys() - done)
     assert subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, check=False).returncode == 0
-    assert read_report(QUESTIONS[question], path)["cases"] == before
+    assert read_report(QUESTIONS[question], path)["cases"].items() >= done.items()
