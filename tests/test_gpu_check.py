@@ -267,6 +267,13 @@ def test_too_little_memory_is_not_an_error():
     assert "skipped" in found and "error" not in found
 
 
+def test_a_backend_that_does_not_take_a_shape_is_skipped(settings):
+    """A CPU has no attention by cuDNN."""
+    mode = Mode(attention="CUDNN_ATTENTION")
+    found = tried(lambda: {"z": right.conditions(settings, MAR_L, "bf16", mode)}, CPU)
+    assert "skipped" in found and "error" not in found
+
+
 def test_times_are_printed_as_ratios():
     """To `ar` and to the authors' code with the same model and batch."""
     common = {"model": "MAR-L", "batch": 8, "peak_gib": 1.0, "first_s": 9.0}

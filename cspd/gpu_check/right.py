@@ -81,7 +81,9 @@ def _versions(device: torch.device) -> Found:
     with contextlib.suppress(PackageNotFoundError):
         found["triton"] = version("triton")
     if device.type == "cuda":
-        found["cuda"], found["cudnn"] = torch.version.cuda, torch.backends.cudnn.version()
+        found["cuda"] = torch.version.cuda
+        with contextlib.suppress(RuntimeError):  # the GPU is too old for it
+            found["cudnn"] = torch.backends.cudnn.version()
         found["capability"] = list(torch.cuda.get_device_capability(device))
         found["kernels"] = kernels.available(device)
     if shutil.which("nvidia-smi"):

@@ -56,8 +56,9 @@ START_SECONDS = 300.0  # for a process to import everything
 GRACE_SECONDS = 5.0  # for a process that has no more cases
 LEAST_SECONDS = 5.0  # no case is begun later
 NO_GRAPH = "no CUDA graph of"  # in the warning of `cspd.graphs`
-# in the errors of `cspd.device.check_fits`, and of an attention backend that does not take a shape
-NO_ROOM, NO_KERNEL = "GiB free", "No available kernel"
+NO_ROOM = "GiB free"  # in the error of `cspd.device.check_fits`
+# in the errors of a backend of attention that does not take a shape
+NO_ATTENTION = ("No available kernel", "No viable backend for scaled_dot_product_attention")
 
 
 class Worker:
@@ -135,7 +136,7 @@ def tried(case: Case, device: torch.device) -> Found:
             found = {"error": traceback.format_exc()}
             if isinstance(error, torch.OutOfMemoryError) or NO_ROOM in str(error):
                 found = {"skipped": f"too little memory: {error}".partition("\n")[0]}
-            elif NO_KERNEL in str(error):
+            elif any(text in str(error) for text in NO_ATTENTION):
                 found = {"skipped": "this backend of attention does not take these shapes"}
     found["seconds"] = time.monotonic() - start
     found["warnings"] = list(dict.fromkeys(str(warning.message) for warning in warned))  # each once
