@@ -2,12 +2,14 @@
 
 python scripts/gpu_costs.py          prints the table
 python scripts/gpu_costs.py --write  puts it into docs/gpu.md
+python scripts/gpu_costs.py --measured gpu/fast.json  prints it with times of `cspd gpu-check fast` in parentheses
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -307,14 +309,27 @@ def image_ms(
     return 1000 * float(seconds(pieces, device, graphs).sum()) / batch
 
 
-def table() -> str:
-    """The predictions as Markdown: MAR's sampler with PyTorch's operations, ours with our kernels in graphs."""
+# how `cspd gpu-check fast` calls them; its times include decoding, which is not predicted
+MEASURED = {"published": "authors' code", "speculative W=12": "speculative", f"calibrated N={HEAD_CALLS}": "calibrated"}
+
+
+def table(measured: dict[str, dict] | None = None) -> str:
+    """The predictions as Markdown: MAR's sampler with PyTorch's operations, ours with our kernels in graphs.
+
+    `measured`: cases of `cspd gpu-check fast`, whose milliseconds are written in parentheses.
+    """
     rows = []
     for size in SIZES:
         for batch in BATCHES:
             for num_iter in ITERATIONS:
-                cells = [f"{image_ms(size, batch, num_iter, 'published', False, kernels=PYTORCH):.0f}"]
-                cells += [f"{image_ms(size, batch, num_iter, method, True):.0f}" for method in [*METHODS][1:]]
+                cells = []
+                for method in METHODS:
+                    is_ours = method != "published"
+                    kernels = KERNELS if is_ours else PYTORCH
+                    cell = f"{image_ms(size, batch, num_iter, method, is_ours, kernels=kernels):.0f}"
+                    case = f"MAR-{size}, batch {batch}: {MEASURED.get(method, method)}"
+                    ms = (measured or {}).get(case, {}).get("ms")
+                    cells.append(cell if ms is None else f"{cell} ({ms:.0f})")
                 rows.append([size, batch, num_iter, *cells])
     return tabulate(rows, ["MAR", "batch", "K", *METHODS], tablefmt="pipe", disable_numparse=True)
 
@@ -329,10 +344,12 @@ def written(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put the table into docs/gpu.md")
-    if parser.parse_args().write:
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="a report of `cspd gpu-check fast`")
+    args = parser.parse_args()
+    if args.write:
         DOCS.write_text(written(DOCS.read_text()))
     else:
-        print(table())
+        print(table(json.loads(args.measured.read_text())["cases"] if args.measured else None))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import cspd
 from cspd.engine import Engine
 from cspd.evaluation.scores import energy_test
-from cspd.gpu_check.fast import their_model
+from cspd.gpu_check.times import their_model
 
 SampleBatch = Callable[[int], Tensor]  # number of images -> their tokens
 THEIRS, OURS = "their sampler", "accelerated"

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cspd
 from cspd import Request
 from cspd.engine import Engine
-from cspd.gpu_check.fast import their_model
+from cspd.gpu_check.times import their_model
 
 THEIRS = "MAR's code"
 SETTINGS = {

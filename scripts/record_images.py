@@ -8,7 +8,8 @@ import warnings
 import torch
 from safetensors.torch import save_file
 
-from cspd.gpu_check.right import CHECKED, CPU, RECORD, generated
+from cspd.gpu_check.models import CHECKED
+from cspd.gpu_check.right import CPU, RECORD, generated
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from cspd.gpu_check.models import TINY, Settings
 from cspd.gpu_check.run import Question, findings, run_question
+from cspd.gpu_check.sizes import TINY, Settings
 
 ERROR = RuntimeError("CUDA error: an illegal memory access was encountered")
 BROKEN: list[bool] = []  # in a process

@@ -22,8 +22,8 @@ from cspd import Engine, MARModels, Request, VQModels, files
 from cspd import device as cspd_device
 from cspd.cli.sample import sample_to_folder
 from cspd.device import BFloat16Linear, Precision, Report, in_turns, send, unsteadiness
-from cspd.gpu_check.models import TINY, Settings
-from cspd.gpu_check.where import _matmul
+from cspd.gpu_check.sizes import TINY, Settings
+from cspd.gpu_check.times import _matmul
 from cspd.method import method_names
 from cspd.request import Sequence
 from mar.checkpoint import create_vae

@@ -21,11 +21,10 @@ from cspd.device import peak_bytes, pick_device, reset_peak, seconds_of, spread,
 from cspd.engine import Engine
 from cspd.evaluation.metrics import accuracy, load_classifier, space_of
 from cspd.files import check_file, user_cache, write_bytes, write_json
-from cspd.gpu_check.fast import FAST
-from cspd.gpu_check.models import FULL, TINY, Settings
 from cspd.gpu_check.right import RIGHT
 from cspd.gpu_check.run import failures, format_report, read_report, run_question
-from cspd.gpu_check.where import WHERE
+from cspd.gpu_check.sizes import FULL, TINY, Settings
+from cspd.gpu_check.times import FAST, WHERE
 from cspd.heads.calibrated import Shortcut, plans
 from cspd.heads.calibration import WINDOWS, Calibration
 from cspd.method import METHODS, PUBLISHED, find, method_names, parse_method, with_method

@@ -6,11 +6,9 @@ import contextlib
 import functools
 import math
 import os
-import time
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -19,154 +17,24 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cspd import noise
-from cspd.causal.autoencoders import SphereVAE, SphereVAEConfig
+from cspd.causal.autoencoders import SphereVAE
 from cspd.causal.family import CausalModels
-from cspd.causal.models import Causal, CausalConfig
-from cspd.causal.registry import CAUSALS
+from cspd.causal.models import Causal
 from cspd.checkpoints import load
 from cspd.device import CUDNN_ATTENTION
 from cspd.discrete.family import VQModels
-from cspd.discrete.gpt import GPT, GPTConfig, VQConfig, VQModel
-from cspd.discrete.registry import GPTS
+from cspd.discrete.gpt import GPT, VQModel
 from cspd.engine import Engine
+from cspd.gpu_check.sizes import Settings, Subject
 from cspd.heads.calibration import WINDOWS, Calibration
 from cspd.kernels import SWITCH
 from cspd.masked.family import MARModels
-from cspd.method import find, parse_method
+from cspd.method import METHODS, find, parse_method
 from cspd.noise import Purpose
 from cspd.option import BUNDLED, COMMON
 from cspd.request import Request
-from mar.checkpoint import MARS
-from mar.model import MAR, MARConfig
-from mar.vae import AutoencoderKL, KLConfig
-
-# Sizes.
-
-
-class Subject(NamedTuple):
-    """A model that is run: a family, and a size of `Scale`."""
-
-    family: str
-    size: str
-
-    def __str__(self) -> str:
-        return f"{ {'VQ': 'LlamaGen', 'causal': 'SphereAR'}.get(self.family, self.family) }-{self.size}"
-
-
-MAR_L, VQ_L, SPHERE_L = (Subject(family, "L") for family in ("MAR", "VQ", "causal"))
-
-
-@dataclass(frozen=True, eq=False)  # so that it can be the key of a cache
-class Scale:
-    """The sizes of everything.
-
-    Attributes:
-        is_tiny: everything is small, and what takes half a minute on a CPU is skipped.
-        mars, gpts, causals: models by size. vae, tokenizer, sphere_vae: their decoders.
-        cells: images at once, and the models that are timed, the most important ones first.
-        num_iter, window: of MAR, and of speculation. plan: the rounds and refreshes of `budget`.
-    """
-
-    is_tiny: bool
-    mars: dict[str, MARConfig]
-    gpts: dict[str, GPTConfig]
-    causals: dict[str, CausalConfig]
-    vae: KLConfig
-    tokenizer: VQConfig
-    sphere_vae: SphereVAEConfig
-    cells: tuple[tuple[int, tuple[Subject, ...]], ...]
-    num_iter: int
-    window: int
-    plan: tuple[str, str]
-
-
-_MARS = tuple(Subject("MAR", size) for size in "LBH")
-_OTHERS = (VQ_L, SPHERE_L, Subject("VQ", "XL"), Subject("VQ", "B"), Subject("causal", "B"))
-# as `budget` chose them for `digits32` at 0.3
-_ROUNDS = "0,2,4,6,9,11,14,17,20,23,26,29,32,35,39,42,45,49,52,56,59,63"
-FULL = Scale(
-    is_tiny=False,
-    mars={size: MARS[f"mar_{name}"].config for size, name in (("L", "large"), ("B", "base"), ("H", "huge"))},
-    gpts={size: GPTS[f"llamagen_{size.lower()}"].config for size in ("L", "XL", "B")},
-    causals={size: CAUSALS[f"sphere_ar_{size.lower()}"].config for size in "LB"},
-    vae=KLConfig(),
-    tokenizer=VQConfig(),
-    sphere_vae=SphereVAEConfig(),
-    cells=(
-        (64, (*_MARS, VQ_L, SPHERE_L)),
-        (1, (*_MARS, VQ_L, SPHERE_L)),
-        (8, _MARS),
-        (64, _OTHERS[2:]),
-        (1, _OTHERS[2:]),
-        (8, _OTHERS),
-        (256, (*_MARS, VQ_L)),
-    ),
-    num_iter=64,
-    window=12,
-    plan=(_ROUNDS, "0,1,2,3,5,8,13"),
-)
-
-_SMALL_MAR = MARConfig(
-    img_size=32,
-    vae_stride=4,
-    embed_dim=32,
-    depth=1,
-    num_heads=2,
-    class_num=10,
-    buffer_size=4,
-    diffloss_w=32,
-    diffloss_d=1,
-)
-_SMALL_GPT = GPTConfig(dim=32, n_layer=2, n_head=2, vocab_size=64, block_size=64, num_classes=10, multiple_of=32)
-_SMALL_CAUSAL = replace(
-    CAUSALS["sphere_ar_b"].config,
-    dim=64,
-    n_layer=2,
-    n_head=2,
-    diff_dim=32,
-    diff_layers=1,
-    diff_adanln_layers=1,
-    side=4,
-    stride=8,
-    cls_token_num=4,
-    num_classes=10,
-)
-TINY = Scale(
-    is_tiny=True,
-    mars={"L": _SMALL_MAR},
-    gpts={"L": _SMALL_GPT},
-    causals={"L": _SMALL_CAUSAL},
-    vae=KLConfig(ch=32, ch_mult=(1, 1, 1), num_res_blocks=1),
-    tokenizer=VQConfig(ch=32, ch_mult=(1, 1, 1), z_channels=32, num_res_blocks=1),
-    sphere_vae=SphereVAEConfig(z_channels=64, cnn_chs=(16, 16, 32, 64), encoder_layers=1, decoder_layers=1, side=4),
-    cells=((2, (MAR_L, VQ_L, SPHERE_L)), (1, (MAR_L,))),
-    num_iter=8,
-    window=4,
-    plan=("0,1,2,4,6", "0,1"),
-)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The device and the sizes of a check.
-
-    Attributes:
-        until: when the time is over, by `time.monotonic`. mar: a clone of MAR's own code.
-    """
-
-    device: torch.device
-    scale: Scale
-    until: float = float("inf")
-    mar: Path | None = None
-
-    @property
-    def cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-    @property
-    def seconds_left(self) -> float:
-        return self.until - time.monotonic()
-
+from mar.model import MAR
+from mar.vae import AutoencoderKL
 
 # How an engine computes.
 
@@ -200,7 +68,7 @@ def switched(mode: Mode) -> Iterator[None]:
     try:
         if not mode.kernels:
             os.environ[SWITCH] = "0"
-        if mode.attention == BACKENDS[0]:  # which is off otherwise
+        if mode.attention == "CUDNN_ATTENTION":  # which is off otherwise
             os.environ[CUDNN_ATTENTION] = "1"
         with chosen:
             yield
@@ -214,6 +82,7 @@ def switched(mode: Mode) -> Iterator[None]:
 # The models.
 
 STEPS = 100  # T: the bundled model's, so that its calibrations fit
+STD = 0.02  # of random weights
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -227,7 +96,7 @@ def random_model(make: Callable[[Any], M], config: object, device: torch.device)
         model = make(config)
     for parameter in model.parameters():
         if parameter.dim() >= 2:
-            nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)  # outputs as large as inputs
+            nn.init.normal_(parameter, std=STD)
     return model.eval().requires_grad_(False)
 
 
@@ -309,6 +178,39 @@ def asked(settings: Settings, subject: Subject, name: str) -> tuple[Request, Any
         rounds, refreshes = scale.plan
         own = {"budget": 0.3, **BUDGET_PLAN, "kept": "half", "rounds": rounds, "refreshes": refreshes} | own
     return Request(0, method=method, family=subject.family, **own), source
+
+
+# The images that are compared with those of a CPU, and whose rounds are watched: by bundled models.
+
+IMAGES = 4  # by each method
+SHORT = {"num_iter": 8}  # of MAR
+
+
+def _checked() -> list[tuple[str, str]]:
+    """(family, name) of all methods with the options that would depend on the device, and of a combination.
+
+    The third family has no bundled model.
+    """
+    chosen = {"MAR": "speculative:window=8", "VQ": "speculative:window=8:draft=jacobi"}
+    found = [("MAR", "lazymar:denoiser=calibrated")]
+    for method in METHODS:
+        if method.family in chosen and method.name != "budget":  # its plan depends on the device
+            name = chosen[method.family] if method.name == "speculative" else method.name
+            found.append((method.family, name))
+    return found
+
+
+CHECKED = _checked()
+TINY_SMOKE = [("MAR", "calibrated"), ("MAR", "lazymar:denoiser=calibrated"), ("VQ", "ar")]
+SMOKE = [*TINY_SMOKE, ("MAR", "ar"), ("MAR", "speculative:window=8"), ("VQ", "sd"), ("VQ", "sjd-pac")]
+
+
+def requests(family: str, name: str) -> list[Request]:
+    """The images that are compared, by a method's name with its options."""
+    method, own = parse_method(name)
+    if family == "MAR":
+        own |= SHORT
+    return [Request(label=i, seed=i, method=method, family=family, **own) for i in range(IMAGES)]
 
 
 # Acceptance of trained models, replayed for models with random weights.

@@ -21,7 +21,7 @@ from tabulate import tabulate
 
 from cspd.device import describe, synchronize
 from cspd.files import make_folder, read_json, write_json
-from cspd.gpu_check.models import Settings
+from cspd.gpu_check.sizes import Settings
 from cspd.runs import differences
 
 STARTED, LEFT_OUT = "started", "left_out"  # of a case: it has no result yet, and why a later run is to do it
@@ -56,8 +56,9 @@ START_SECONDS = 300.0  # for a process to import everything
 GRACE_SECONDS = 5.0  # for a process that has no more cases
 LEAST_SECONDS = 5.0  # no case is begun later
 NO_GRAPH = "no CUDA graph of"  # in the warning of `cspd.graphs`
-# in the errors of `cspd.device.check_fits`, and of an attention backend that does not take a shape
-NO_ROOM, NO_KERNEL = "GiB free", "No available kernel"
+NO_ROOM = "GiB free"  # in the error of `cspd.device.check_fits`
+# in the errors of a backend of attention that does not take a shape
+NO_ATTENTION = ("No available kernel", "No viable backend for scaled_dot_product_attention")
 
 
 class Worker:
@@ -135,7 +136,7 @@ def tried(case: Case, device: torch.device) -> Found:
             found = {"error": traceback.format_exc()}
             if isinstance(error, torch.OutOfMemoryError) or NO_ROOM in str(error):
                 found = {"skipped": f"too little memory: {error}".partition("\n")[0]}
-            elif NO_KERNEL in str(error):
+            elif any(text in str(error) for text in NO_ATTENTION):
                 found = {"skipped": "this backend of attention does not take these shapes"}
     found["seconds"] = time.monotonic() - start
     found["warnings"] = list(dict.fromkeys(str(warning.message) for warning in warned))  # each once
@@ -256,7 +257,8 @@ def format_report(question: Question, report: Found) -> str:
         lines.append(f"not right: {len(failed)} failed: {'; '.join(failed)}")
     else:
         so_far = " so far" if left_out or lost else ""
-        lines.append(f"nothing failed{so_far}: {len(names.get('passed', []))} checks passed")
+        passed = len(names.get("passed", []))
+        lines.append(f"right{so_far}: {passed} checks passed, and nothing failed" if passed else "nothing failed")
     if left_out:
         reasons = dict.fromkeys(report["cases"][name][LEFT_OUT] for name in left_out)
         lines.append(f"{len(left_out)} left out ({', '.join(reasons)}): {'; '.join(left_out)}. Repeat the command")
@@ -285,12 +287,13 @@ def told(found: Found) -> str:
     for reason in ("error", "lost", "skipped", LEFT_OUT):
         if reason in found:
             return found[reason].strip().splitlines()[-1][:WIDEST]
-    parts = [f"{name} {_number(value)}" for name, value in found.items() if name not in SILENT and value != []]
+    parts = [
+        f"{name} {_number(value)}" for name, value in found.items() if name not in SILENT and value not in ([], {})
+    ]
     return ", ".join(parts)[:WIDEST]
 
 
 def _number(value: object) -> str:
     if isinstance(value, dict):
-        parts = [f"{key}: {_number(each)}" for key, each in value.items()]
-        return "; ".join(parts)
+        return "; ".join(f"{key}: {_number(each)}" for key, each in value.items())
     return f"{value:.4g}" if isinstance(value, float) else str(value)
