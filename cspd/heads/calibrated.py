@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import cspd.heads.driver as driver
 from cspd.device import Precision
-from cspd.heads import driver
 from cspd.heads.calibration import (
     LARGEST,
     TRACE_TOKENS,

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import cspd.heads.driver as driver
 from cspd.device import Precision, all_bytes, on_device, send_integers
-from cspd.heads import driver
 from cspd.heads.net import Net, Prediction
 from mar.head import Head, ReadyHead
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import cspd.heads.driver as driver
 from cspd.device import on_device, send_integers
-from cspd.heads import driver
 from cspd.heads.chain import Chain, table_bytes
 from cspd.option import Option, option, options_of
 from mar.head import TRAIN_STEPS, Modulations, ReadyHead, Schedule, respaced, schedule

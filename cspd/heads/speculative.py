@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import cspd.heads.driver as driver
 from cspd.device import Precision, Report, send, send_integers
 from cspd.graphs import Graphs, bucket
-from cspd.heads import driver
 from cspd.heads.calibration import DRAFTS, WINDOWS
 from cspd.heads.chain import Chain, Inputs, Schedule, modulation_size, table_bytes
 from cspd.heads.samplers import ancestral, sampler
