@@ -34,11 +34,11 @@ import cspd
 from cspd.engine import Engine
 from cspd.evaluation.scores import energy_test
 from cspd.gpu_check.times import their_model
+from cspd.pixels import to_uint8
 
 SampleBatch = Callable[[int], Tensor]  # number of images -> their tokens
 THEIRS, OURS = "their sampler", "accelerated"
 MOST_BATCHES = 200
-DECODED = 50  # images at once
 
 
 class Undecoded(nn.Module):
@@ -140,9 +140,9 @@ def images(sample: SampleBatch, batch: int, num: int, seed: int) -> Tensor:
 def save(path: Path, latents: Tensor, engine: Engine) -> None:
     """Decodes a MAR's latents [N, c, h, w], and writes the images as uint8 [N, H, W, 3]."""
     runner: Any = engine.runner
-    decoded = torch.cat([runner.decode(runner.target.patchify(part)) for part in latents.split(DECODED)])
+    decoded = runner.decode(runner.target.patchify(latents))
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.save(path, (255 * decoded).round().byte().permute(0, 2, 3, 1).numpy())
+    np.save(path, to_uint8(decoded).permute(0, 2, 3, 1).numpy())
     print(f"wrote {path}")
 
 

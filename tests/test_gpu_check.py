@@ -243,6 +243,7 @@ def test_a_batch_that_is_read_is_found(settings, monkeypatch):
     conditions = MARRunner.conditions
     monkeypatch.setattr(MARRunner, "conditions", lambda self, batch, rows: conditions(self, batch, rows) * len(batch))
     assert not right._condition_cases(settings, MAR_L)[f"conditions of {MAR_L}, fp32, alone"]()["passed"]
+    assert not right._in_batch(settings, MAR_L, "calibrated", right._alone)["passed"]
 
 
 def test_switches_hold_in_their_block_only(monkeypatch):

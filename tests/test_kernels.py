@@ -546,11 +546,11 @@ def test_what_is_compiled_for_mar(small_mar, monkeypatch):
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("own", [{"window": 4}, {"method": "ar"}], ids=["speculative", "ar"])
 def test_compiled_rounds_agree(own, small_mar):
-    settings = {"num_iter": 4, "num_sampling_steps": 12, "cfg": 2.0, **own}
+    settings = {"num_iter": 4, "num_sampling_steps": 25, "cfg": 2.0, **own}  # fewer steps would multiply rounding more
     requests = [Request(label=i, seed=i, **settings) for i in range(3)]  # 3 to 70 chains: one program for all shapes
     eager, fused = (Engine(MARModels(small_mar), max_batch=3, compiled=c).generate(requests) for c in (False, True))
     for a, b in zip(eager, fused):
-        assert relative_error(b.tokens, a.tokens) < 3e-3  # the first of 12 steps multiplies rounding by thousands
+        assert relative_error(b.tokens, a.tokens) < 1e-3
         assert a.stats.by_lag == b.stats.by_lag
 
 

@@ -436,9 +436,11 @@ def typical_seconds(times: Mapping[str, list[float]]) -> dict[str, float]:
     Drafts must be faster than baseline sampling that nobody disturbs. Their rounds do its work and more, so where they
     seem shorter, the machine was busy.
     """
-    least = min(times.get(name_of(PLAIN), [0.0]))
-    seconds = {name: max(least, statistics.median(own)) for name, own in times.items()}
-    return seconds | {name: least for name in seconds if name == name_of(PLAIN)}
+    seconds = {name: statistics.median(own) for name, own in times.items()}
+    if (plain := name_of(PLAIN)) in times:
+        seconds[plain] = min(times[plain])
+        seconds = {name: max(seconds[plain], own) for name, own in seconds.items()}
+    return seconds
 
 
 def fastest(

@@ -82,7 +82,6 @@ def switched(mode: Mode) -> Iterator[None]:
 # The models.
 
 STEPS = 100  # T: the bundled model's, so that its calibrations fit
-STD = 0.02  # of random weights
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -96,7 +95,7 @@ def random_model(make: Callable[[Any], M], config: object, device: torch.device)
         model = make(config)
     for parameter in model.parameters():
         if parameter.dim() >= 2:
-            nn.init.normal_(parameter, std=STD)
+            nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)  # outputs are as large as inputs
     return model.eval().requires_grad_(False)
 
 

@@ -288,10 +288,16 @@ METHODS_IN_BATCH = {"MAR": ("calibrated", "speculative:window=8"), "VQ": ("sjd-p
 
 
 def _batch_cases(settings: Settings, subject: Subject) -> Cases:
+    ways = {
+        "alone": _alone,
+        "NaN in free slots": _free_slots,
+        "NaN in new memory": _uninitialised,
+        "NaN in a neighbour": _neighbour,
+    }
     names = METHODS_IN_BATCH[subject.family][: 1 if settings.scale.is_tiny else None]
     return {
-        f"images of {subject} {name}, {how.__doc__}": functools.partial(_in_batch, settings, subject, name, how)
-        for name, how in itertools.product(names, (_alone, _free_slots, _uninitialised, _neighbour))
+        f"images of {subject} {name}, {way}": functools.partial(_in_batch, settings, subject, name, ways[way])
+        for name, way in itertools.product(names, ways)
     }
 
 
@@ -311,12 +317,10 @@ def _in_batch(settings: Settings, subject: Subject, name: str, how: Callable[[En
 
 
 def _alone(engine: Engine, batch: list[Request]) -> list[Any]:
-    """alone"""
     return engine.generate(batch[:1])
 
 
 def _free_slots(engine: Engine, batch: list[Request]) -> list[Any]:
-    """NaN in free slots"""
     with torch.inference_mode():
         for state in slots_of(engine.runner):
             state.fill_(torch.nan)  # slots are cleared when an image begins
@@ -324,7 +328,6 @@ def _free_slots(engine: Engine, batch: list[Request]) -> list[Any]:
 
 
 def _uninitialised(engine: Engine, batch: list[Request]) -> list[Any]:
-    """NaN in new memory"""
     torch.use_deterministic_algorithms(True, warn_only=True)  # which fills what `torch.empty` and its like return
     try:
         return engine.with_slots(IMAGES).generate(batch)
@@ -333,8 +336,6 @@ def _uninitialised(engine: Engine, batch: list[Request]) -> list[Any]:
 
 
 def _neighbour(engine: Engine, batch: list[Request]) -> list[Any]:
-    """NaN in a neighbour"""
-
     def poison(*_: object) -> None:
         with torch.inference_mode():
             slots = [each.slot for each in engine.scheduler.in_flight() if each.request.seed == batch[-1].seed]

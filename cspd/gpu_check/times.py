@@ -106,7 +106,7 @@ def images(
             before = engine.graphs.seconds
             with contextlib.suppress(
                 FloatingPointError
-            ):  # of random weights; it is raised at the end, and the work is the same
+            ):  # of random weights, raised at the end
                 outputs.extend(output for _, output in engine.stream(wanted))
             capturing.append(engine.graphs.seconds - before)
 

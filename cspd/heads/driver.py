@@ -33,7 +33,7 @@ def step(x: Tensor, out: Prediction, noise: Tensor, mean_x: float, mean_eps: flo
     if out.pending is not None and isinstance(out.pending[0], ReadyHead):
         ready, x, modulations = out.pending
         return ancestral_step(ready.head, x, modulations, noise, out.scale, mean_x, mean_eps, slope)
-    if len(out.raw) > 2:  # guidance of two branches
+    if len(out.raw) > 2:  # three branches have no kernel
         return None
     return ancestral_step_kernel(x, out.raw, noise, out.scale, mean_x, mean_eps, slope)
 
@@ -41,7 +41,12 @@ def step(x: Tensor, out: Prediction, noise: Tensor, mean_x: float, mean_eps: flo
 def segment(
     x: Tensor, out: Prediction, noise: Tensor, temperature: Tensor, difference: Tensor | None, *columns: Tensor
 ) -> tuple[Tensor, Tensor | None] | None:
-    """`calibrated.skip` in one launch; columns: the segment's base, slope and last row of mix."""
+    """`calibrated.skip` in one launch.
+
+    Args:
+        x: [R, d]. noise: [n, R, d], of the segment's n steps. temperature: [R, 1]. difference: [R, d], see there.
+        columns: the segment's base and slope [n, 1, 1], and the last row [2 + n] of its mix.
+    """
     if not kernels.available(x.device) or len(out.raw) > 2:
         return None
     from cspd.kernels.head import segment_step
@@ -53,7 +58,7 @@ Pass = Callable[..., Any]
 
 
 def passes(plain: Pass, by_kernels: Pass, head: Head, device: torch.device, is_compiled: bool) -> Pass:
-    """The version of `verify.move` for a head on a device; only MAR's has kernels."""
+    """The version of `verify.move` for a head on a device: compiled, by kernels (of MAR's head only), or plain."""
     if is_compiled:
         return compiled(plain, "speculative passes")
     return by_kernels if isinstance(head, Head) and kernels.available(device) else plain
@@ -77,11 +82,11 @@ def several_steps(
     """
     ready = head.ready()
     split = head.split(layers)
-    for step in range(len(numbers)):
-        mean_x, mean_eps, slope = numbers[step].unbind()
-        out = ready.denoise(x, [tuple(part[step] for part in layer) for layer in split])
+    for i in range(len(numbers)):
+        mean_x, mean_eps, slope = numbers[i].unbind()
+        out = ready.denoise(x, [tuple(part[i] for part in layer) for layer in split])
         eps, v = guided(out, scale)
-        x = torch.addcmul(x * mean_x + eps * mean_eps, torch.exp(v * slope), added[step])
+        x = torch.addcmul(x * mean_x + eps * mean_eps, torch.exp(v * slope), added[i])
     return x
 
 
