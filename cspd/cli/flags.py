@@ -527,7 +527,8 @@ def _gpu_check(parser: Parser) -> None:
         "\n  cspd gpu-check where --tiny --device cpu --out tiny/"
     )
     group = parser.add_argument_group("check")
-    group.add_argument("question", choices=("right", "fast", "where"), help="what to ask")
+    questions = ("right", "fast", "where")
+    group.add_argument("question", choices=questions, metavar=f"{{{','.join(questions)}}}", help="what to ask")
     text = (
         "minutes for the command; a case that does not fit is reported as left out, and run when the command is"
         " repeated (default: %(default)s)"

@@ -104,9 +104,7 @@ def images(
         def generate() -> None:
             outputs.clear()
             before = engine.graphs.seconds
-            with contextlib.suppress(
-                FloatingPointError
-            ):  # of random weights, raised at the end
+            with contextlib.suppress(FloatingPointError):  # of random weights, raised at the end
                 outputs.extend(output for _, output in engine.stream(wanted))
             capturing.append(engine.graphs.seconds - before)
 

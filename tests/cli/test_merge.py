@@ -70,6 +70,18 @@ def test_any_number_of_parts_make_the_same_images(whole, tmp_path):
     assert "label" not in listed[2]["request"] and listed[1]["request"]["label"] == 7
 
 
+def test_a_run_of_an_earlier_version_is_read(whole, tmp_path):
+    """Its settings may have one that is gone: what happens without it is the same run, anything else is refused."""
+    out = shutil.copytree(whole, tmp_path / "out")
+    manifest = json.loads((out / MANIFEST).read_text())
+    for value in ("steps", None):
+        write_json(out / MANIFEST, manifest | {"request": manifest["request"] | {"verification": value}})
+        assert [*run_in(out).requests([3])] == [*run_in(whole).requests([3])]
+    write_json(out / MANIFEST, manifest | {"request": manifest["request"] | {"verification": "block"}})
+    with pytest.raises(ValueError, match="verification"):
+        run_in(out)
+
+
 def test_a_part_makes_its_missing_shards_and_no_others(whole, tmp_path, capsys):
     out = shutil.copytree(whole, tmp_path / "out")
     before = stamps(out)
