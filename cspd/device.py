@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import functools
 import gc
 import math
 import os
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cspd.option import check_integer
+from cspd.terminal import switched_on
 
 # The machine: its devices and their memory, its name in reports, and how repeated timings spread.
 
@@ -248,26 +250,33 @@ def unsteadiness(times: Iterable[Sequence[float]]) -> float:
 # The precision policy.
 
 POLICIES = {
-    "fp32": "float32 throughout: the reference",
+    "fp32": "float32 throughout, but for decoding on CUDA: the reference",
     "tf32": "float32 storage, 10-bit mantissas inside CUDA matrix products; on a CPU the same as fp32",
     "bf16": "bfloat16 copies of the weights of matrix products; chain, tables and first denoising step in float32",
 }
+# switches in the environment, for CUDA
+DECODING = "CSPD_TF32_DECODING"
+# cuDNN has a plan for each batch and length, which takes it up to half a second to make, and our lengths vary
+CUDNN_ATTENTION = "CSPD_CUDNN_ATTENTION"
 Module = TypeVar("Module", bound=nn.Module)
 
 
 class Precision:
     """The precision policy of an engine. Inside `fast`, modules from `prepare` compute as fast as the policy allows.
 
-    The first denoising step and the autoencoder compute in float32 under every policy.
+    Under every policy the first denoising step computes in float32, and images are decoded alike, see `decoding`.
+    Inside all of these contexts attention does not use cuDNN, unless CSPD_CUDNN_ATTENTION=1 is in the environment.
 
     Raises:
-        ValueError: the policy is unknown.
+        ValueError: the policy is unknown, or a switch in the environment is neither 0 nor 1.
     """
 
     def __init__(self, policy: str, device: torch.device) -> None:
         if not isinstance(policy, str) or policy not in POLICIES:
             raise ValueError(f"precision={policy!r}: choose one of {', '.join(POLICIES)}")
         self.policy, self.device = policy, device
+        self._tf32_decoding = switched_on(DECODING, usually=True)
+        self._cudnn_attention = switched_on(CUDNN_ATTENTION, usually=False)
         self._prepared: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
     def prepare(self, module: Module) -> Module:
@@ -331,6 +340,10 @@ class Precision:
         """A context in which matrix products are in true float32, also inside `fast`."""
         return self._products(tf32=False)
 
+    def decoding(self) -> contextlib.AbstractContextManager[None]:
+        """A context to decode images in: TF32 products on CUDA, unless CSPD_TF32_DECODING=0 is in the environment."""
+        return self._products(tf32=self._tf32_decoding)
+
     def _products(self, tf32: bool) -> contextlib.AbstractContextManager[None]:
         if self.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):  # nothing would change
             return contextlib.nullcontext()
@@ -339,27 +352,37 @@ class Precision:
     @contextlib.contextmanager
     def _switch(self, tf32: bool) -> Iterator[None]:
         before = {flag: _flag(*flag) for flag in FLAGS}
+        cudnn_before = torch.backends.cuda.cudnn_sdp_enabled()
         try:
             _set_products(tf32)
+            torch.backends.cuda.enable_cudnn_sdp(self._cudnn_attention)
             with torch.autocast(self.device.type, enabled=False):  # the caller may have enabled it
                 yield
         finally:
             for (module, name), value in before.items():
                 if value is not None:
                     _set_flag(module, name, value)
+            torch.backends.cuda.enable_cudnn_sdp(cudnn_before)
 
     def flags(self) -> dict[str, Any]:
         """Flags of torch inside `fast`, for records. They are of CUDA: the dictionary is empty on a CPU.
 
         "matmul_precision": of float32 products, "ieee" (float32 throughout) or "tf32". "bf16_reduction": whether sums
-        of bfloat16 products may be rounded to bfloat16 on the way.
+        of bfloat16 products may be rounded to bfloat16 on the way. "decoding": the precision of products that decode
+        images. "cudnn_attention": whether attention may use cuDNN.
         """
         if self.device.type != "cuda":
             return {}
         with self.fast():
             is_tf32 = _flag(MATMUL, OLDER) or _flag(MATMUL, NEWER) == TF32
             allowed = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-        return {"matmul_precision": TF32 if is_tf32 else IEEE, "bf16_reduction": allowed}
+            cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()
+        return {
+            "matmul_precision": TF32 if is_tf32 else IEEE,
+            "bf16_reduction": allowed,
+            "decoding": TF32 if self._tf32_decoding else IEEE,
+            "cudnn_attention": cudnn_attention,
+        }
 
 
 # Flags of torch, which hold for the whole process. The precision of float32 products has two interfaces: `allow_tf32`,
@@ -475,6 +498,18 @@ def send(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Te
         dtype = torch.from_numpy(array).dtype
         sent[name] = on_device[parts[name]].view(dtype).view(array.shape)
     return sent
+
+
+def on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """Constants on a device, int64 or float32 [N]; cached forever, as a graph reads them at a fixed address."""
+    return _on_device(numbers, not numbers or isinstance(numbers[0], int), device)
+
+
+@functools.cache
+def _on_device(numbers: tuple[float, ...], are_integers: bool, device: torch.device) -> Tensor:
+    """`on_device`: as a key (0,) equals (0.0,), whose tensor has another type."""
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, device=device)
 
 
 def send_integers(values: Sequence | np.ndarray, device: torch.device) -> Tensor:

@@ -457,7 +457,7 @@ class Measured(Protocol):
         """
 
 
-Kind = TypeVar("Kind", bound=Measured)
+Entry = TypeVar("Entry", bound=Measured)
 
 
 def user_cache() -> Path:
@@ -510,8 +510,8 @@ def remember(cached: dict[Any, Any], key: Hashable, value: object) -> None:
 
 
 def measured_once(
-    kind: type[Kind], key: Mapping, measure: Callable[[], Kind], what: str, folder: Path, again: bool = False
-) -> Kind:
+    kind: type[Entry], key: Mapping, measure: Callable[[], Entry], what: str, folder: Path, again: bool = False
+) -> Entry:
     """The measurement with this key: from the `COSTS` of a folder, or measured and cached there.
 
     Times of a busy machine are not cached: they would slow down later runs on an idle one, or the other way round.
@@ -529,7 +529,7 @@ def measured_once(
     return found
 
 
-def measured_before(kind: type[Kind], key: Mapping, folders: Sequence[Path]) -> Kind | None:
+def measured_before(kind: type[Entry], key: Mapping, folders: Sequence[Path]) -> Entry | None:
     """The measurement with this key, from the first folder whose `COSTS` has it, or None."""
     for folder in folders:
         for entry in _entries(folder / COSTS):
@@ -598,7 +598,7 @@ class ArrayCache:
         self.writable = [folder for folder in folders if not is_bundled(folder)]
         self._remembered: dict[str, Any] = {}
 
-    def get(self, kind: type[Kind], settings: Mapping, make: Callable[[], Kind]) -> Kind:
+    def get(self, kind: type[Entry], settings: Mapping, make: Callable[[], Entry]) -> Entry:
         """The arrays with these settings: from memory, from a file, or made and written."""
         found = self.find(kind, settings)
         if found is None:
@@ -608,7 +608,7 @@ class ArrayCache:
             remember(self._remembered, _file_name(kind, settings), found)
         return found
 
-    def find(self, kind: type[Kind], settings: Mapping) -> Kind | None:
+    def find(self, kind: type[Entry], settings: Mapping) -> Entry | None:
         """The arrays with these settings, from memory or from a file, or None."""
         name = _file_name(kind, settings)
         cached = user_cache() / name
@@ -624,7 +624,7 @@ class ArrayCache:
                 return found
         return None
 
-    def folder_of(self, kind: type[Kind], settings: Mapping) -> Path | None:
+    def folder_of(self, kind: type[Entry], settings: Mapping) -> Path | None:
         """The folder that has the arrays with these settings, or None."""
         for folder in self.folders:
             if _read(folder, kind, settings) is not None:
@@ -658,7 +658,7 @@ def _remove_unused(folder: Path) -> None:
             path.unlink()
 
 
-def _read(folder: Path, kind: type[Kind], settings: Mapping) -> Kind | None:
+def _read(folder: Path, kind: type[Entry], settings: Mapping) -> Entry | None:
     """The arrays with these settings in a folder, or None if they are absent, damaged or of other settings."""
     with contextlib.suppress(OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError):
         with safe_open(folder / _file_name(kind, settings), "np") as file:

@@ -171,7 +171,7 @@ class Graphs:
         """Captures the function of static inputs; returns None, with a warning, if that fails."""
         generation = self._with_room()
         key = full_key[0]
-        start, free = time.perf_counter(), self._free()
+        start, free = time.perf_counter(), 0
         before = [tensor.clone() for tensor in state]
         reads = _Reads()
 
@@ -184,11 +184,13 @@ class Graphs:
             restore()
 
         def trials() -> None:
+            nonlocal free
             trial()  # makes constants, and lets libraries choose kernels
             with reads:  # so that only what every later run reads is watched
                 function(*static)
             restore()
             trial()
+            free = self._free()  # what trials made and kept, such as tables in slots, is not the graph's
 
         try:
             results, replay = generation.capture(trials, lambda: function(*static))
@@ -226,7 +228,11 @@ class Graphs:
 
     def _free(self) -> int:
         """The device's free memory in bytes, or 0 without CUDA."""
-        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+        if self.device.type != "cuda":
+            return 0
+        # a capture empties torch's cache: what it frees there would hide what the graph takes
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)[0]
 
     @property
     def bytes(self) -> int:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from cspd.files import remember
 from cspd.graphs import Graphs
+from cspd.inpainting import Inpainting
 from cspd.option import BUNDLED, COMMON, DEFAULTS, Option, check_integer, check_seed
-from cspd.request import Inpainting, Request, Sequence, Stopwatch
+from cspd.request import Request, Sequence, Stopwatch
 from cspd.terminal import choice, shortened, value_of
 
 # A method is one `Method` object, in the file that has its round. Each family of models has one model runner class:

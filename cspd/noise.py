@@ -347,16 +347,6 @@ def candidates(
     return _candidates(purposes, seed, position, step, first + offset, num, channels)
 
 
-def after_block(seed: Tensor, position: Tensor, step: Tensor, index: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-    """New draws of steps after a rejection by block verification: all [R, n], `index` counts a chain's rejections.
-
-    Returns:
-        (standard normals [R, n, channels], uniform draws [R, n, 1]).
-    """
-    normals = normal(seed, Purpose.CANDIDATE, position, step, index, num=channels)
-    return normals, uniform(seed, Purpose.CANDIDATE_ACCEPT, position, step, index, num=1)
-
-
 def token_candidates(seed: Tensor, position: Tensor, first: int, num: int, channels: int) -> tuple[Tensor, Tensor]:
     """As `candidates`, for whole tokens that were rejected."""
     purposes = (Purpose.TOKEN_CANDIDATE, Purpose.TOKEN_CANDIDATE_ACCEPT)

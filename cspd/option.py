@@ -151,6 +151,15 @@ def option_names() -> Collection[str]:
     return _NAMES
 
 
+# Settings of earlier versions, each with the only value that is left: what happens now.
+REMOVED = {"verification": "steps"}
+
+
+def without_removed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A request's settings from a file, without those that ask for nothing: None, or what is left of a removed one."""
+    return {name: value for name, value in settings.items() if value not in (None, REMOVED.get(name))}
+
+
 def plain(value: object) -> Any:
     """Numbers of numpy, torch, fractions and decimals as Python's int or float, arrays as lists; others unchanged."""
     if hasattr(value, "tolist"):

@@ -44,7 +44,8 @@ from cspd.files import (
     write_bytes,
     write_json,
 )
-from cspd.request import PHASES, png_of
+from cspd.pixels import png_of
+from cspd.request import PHASES
 from cspd.terminal import __version__
 
 # The lock of a folder: one run at a time holds it. The kernel releases the lock of a killed process.

@@ -153,7 +153,7 @@ class FlowHead:
         return torch.cat([out, torch.zeros_like(out)], dim=-1)
 
 
-class _ByCell(nn.Module):
+class _Cells(nn.Module):
     """A linear layer of theirs on each cell of a patch, whose numbers follow each other."""
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -191,7 +191,7 @@ def borrowed_flow(net: Any, channels: int, num_cells: int | None, is_clean: bool
     own = with_modules(
         nn.Module,
         time_embed=with_modules(mar_head.TimestepEmbedder, mlp=net.time_embed.mlp),
-        cond_embed=_ByCell(net.cond_embed),
+        cond_embed=_Cells(net.cond_embed),
         input_proj=net.input_proj,
         res_blocks=nn.ModuleList(blocks),
         ada_ln_blocks=net.ada_ln_blocks,
@@ -756,8 +756,6 @@ def _check_settings(sampler: Sampler, settings: dict[str, Any], seam: Seam) -> N
         raise ValueError(f"method={sampler.name!r} needs each token's iteration, unknown here: use cspd.load")
     if settings.get("grid") == "planned":
         raise ValueError("grid='planned' needs a fit, which this method does not make here: use grid='uniform'")
-    if settings.get("verification") == "block" and seam.kind == DIFFUSION:
-        raise ValueError(f"verification='block' needs fixed variances, which {seam.code} does not have: use 'steps'")
     if settings.get("head_calls") is not None and settings.get("divergence") is not None:
         raise ValueError("head_calls and divergence both say how long a plan is: give only one of them")
     if not isinstance(seam.head, mar_head.Head) and (sampler.name == "cached" or "first_timestep" in settings):

@@ -94,6 +94,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
+def switched_on(name: str, usually: bool) -> bool:
+    """Whether a switch in the environment is 1; `usually` if it is not set. Raises ValueError unless it is 0 or 1."""
+    value = os.environ.get(name, str(int(usually)))
+    if value not in ("0", "1"):
+        raise ValueError(f"{name}={value!r} in the environment: set it to 0 or 1")
+    return value == "1"
+
+
 # Parsers of what is typed, on the command line and in study files. As argparse wants it, they raise ArgumentTypeError.
 
 MOST = 10_000_000  # of countable things, such as images

@@ -349,7 +349,6 @@ def sample_published(
     num_sampling_steps: int = 100,
     order: Tensor | None = None,
     noise: Callable[[Tensor, int], Tensor] | None = None,
-    iterations: range | None = None,
 ) -> Tensor:
     """Samples a batch of sequences in lockstep.
 
@@ -359,7 +358,6 @@ def sample_published(
         order: int64 [B, L], first generated first; random by default.
         noise: maps (mask of the predicted tokens [B, L], t) to their draws [N, d], row by row; t = T asks for x_T.
             torch's global generator by default.
-        iterations: which of the `num_iter` to run, by default all; tokens of the others are 0. For timings.
 
     Returns:
         Tokens [B, L, d].
@@ -378,9 +376,6 @@ def sample_published(
         left = max(1, min(int(mask[0].sum()) - 1, left))
         next_mask = rank >= length - left
         predicted = mask if k == num_iter - 1 else mask & ~next_mask
-        if iterations is not None and k not in iterations:
-            mask = next_mask
-            continue
 
         # z at every position; with guidance the second half of the batch is the unconditional branch
         embedding = model.class_emb(labels)

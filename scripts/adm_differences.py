@@ -21,7 +21,7 @@ from torch import Tensor
 from cspd.evaluation.images import ImageList
 from cspd.evaluation.metrics import SPACES, features, load_reference, scores_of
 from cspd.evaluation.scores import manifold, statistics_of
-from cspd.request import to_pil
+from cspd.pixels import to_pil
 
 NAMES = ("fid", "inception_score", "kid", "precision", "recall")
 

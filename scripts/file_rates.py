@@ -18,7 +18,7 @@ from webdataset import TarWriter
 from cspd.checkpoints import checkpoint_files
 from cspd.evaluation.run import SIZE
 from cspd.files import read_item, write_bytes, write_item
-from cspd.request import png_of, to_pil
+from cspd.pixels import png_of, to_pil
 from mar.checkpoint import load_vae
 
 SECONDS = 2.0  # of each measurement

@@ -2,12 +2,14 @@
 
 python scripts/gpu_costs.py          prints the table
 python scripts/gpu_costs.py --write  puts it into docs/gpu.md
+python scripts/gpu_costs.py --measured gpu/fast.json  prints it with times of `cspd gpu-check fast` in parentheses
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -15,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from tabulate import tabulate
 
-from cspd.gpu_check.measure import Work, backbone, denoise, iterations, modulation_floats, modulations
 from cspd.heads.speculative import PASSES
+from cspd.masked.orders import cosine
 from mar.checkpoint import MARS
 from mar.model import MARConfig
 
@@ -27,6 +29,80 @@ BATCHES, ITERATIONS = (1, 8, 64), (64,)
 HEAD_CALLS = 10  # N of `calibrated`
 CALLS = {12: 11.4, 24: 8.2}  # head calls per token by W, of `digits32` with guidance: docs/results.md
 LONGEST = 1.08  # rounds of the slowest token of an iteration, over the mean of tokens
+
+# The least work of an image: floating-point operations, and bytes between memory and processors.
+#
+# Only matrix products, attention and the head's modulations are counted; each operand is read once and each result
+# written once. Everything else could be fused with them. `size` is the bytes of a number.
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating-point operations and bytes: numbers, or arrays [K] with an entry for each iteration."""
+
+    flops: float | np.ndarray = 0.0
+    bytes: float | np.ndarray = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.bytes + other.bytes)
+
+    def __mul__(self, times: float) -> Work:
+        return Work(self.flops * times, self.bytes * times)
+
+    def sum(self) -> Work:
+        """The work of all iterations."""
+        return Work(float(np.sum(self.flops)), float(np.sum(self.bytes)))
+
+
+def product(rows: float | np.ndarray, inner: int, outer: int, size: int) -> Work:
+    """[rows, inner] times weights [inner, outer]."""
+    numbers = rows * inner + inner * outer + rows * outer
+    return Work(flops=2 * rows * inner * outer, bytes=size * numbers)
+
+
+def _attention(sequences: float, tokens: float | np.ndarray, dim: int, size: int) -> Work:
+    numbers = 4 * sequences * tokens * dim  # queries, keys, values and results
+    return Work(flops=4 * sequences * tokens**2 * dim, bytes=size * numbers)
+
+
+def backbone(config: MARConfig, sequences: float, committed: float | np.ndarray, size: int) -> Work:
+    """A call of MAR's encoder, over the committed tokens, and of its decoder, over all tokens."""
+    dim = config.embed_dim
+    total = Work()
+    for tokens in (config.buffer_size + committed, config.buffer_size + config.seq_len):
+        rows = sequences * tokens
+        layer = _attention(sequences, tokens, dim, size)
+        for inner, outer in ((dim, 3 * dim), (dim, dim), (dim, 4 * dim), (4 * dim, dim)):
+            layer += product(rows, inner, outer, size)
+        total += layer * config.depth
+    return total
+
+
+def modulation_floats(config: MARConfig) -> int:
+    """Numbers that modulate a row of a head call."""
+    return (3 * config.diffloss_d + 2) * config.diffloss_w
+
+
+def modulations(config: MARConfig, rows: float | np.ndarray, size: int) -> Work:
+    """Computing the modulations of some rows from their conditions."""
+    return product(rows, config.diffloss_w, modulation_floats(config), size)
+
+
+def denoise(config: MARConfig, rows: float | np.ndarray, size: int) -> Work:
+    """A head call of some rows whose modulations exist."""
+    width = config.diffloss_w
+    work = product(rows, width, width, size) * (2 * config.diffloss_d)
+    work += product(rows, config.token_dim, width, size)
+    work += product(rows, width, 2 * config.token_dim, size)  # eps and v
+    modulation_bytes = size * rows * modulation_floats(config)
+    return work + Work(bytes=modulation_bytes)
+
+
+def iterations(num_iter: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens committed before each of MAR's iterations, and generated in it, float64 [K]."""
+    masked, _ = cosine(num_iter, seq_len)
+    before = np.concatenate([[seq_len], masked[:-1]]).astype(np.float64)
+    return seq_len - before, before - masked
 
 
 @dataclass(frozen=True)
@@ -233,14 +309,27 @@ def image_ms(
     return 1000 * float(seconds(pieces, device, graphs).sum()) / batch
 
 
-def table() -> str:
-    """The predictions as Markdown: MAR's sampler with PyTorch's operations, ours with our kernels in graphs."""
+# how `cspd gpu-check fast` calls them; its times include decoding, which is not predicted
+MEASURED = {"published": "authors' code", "speculative W=12": "speculative", f"calibrated N={HEAD_CALLS}": "calibrated"}
+
+
+def table(measured: dict[str, dict] | None = None) -> str:
+    """The predictions as Markdown: MAR's sampler with PyTorch's operations, ours with our kernels in graphs.
+
+    `measured`: cases of `cspd gpu-check fast`, whose milliseconds are written in parentheses.
+    """
     rows = []
     for size in SIZES:
         for batch in BATCHES:
             for num_iter in ITERATIONS:
-                cells = [f"{image_ms(size, batch, num_iter, 'published', False, kernels=PYTORCH):.0f}"]
-                cells += [f"{image_ms(size, batch, num_iter, method, True):.0f}" for method in [*METHODS][1:]]
+                cells = []
+                for method in METHODS:
+                    is_ours = method != "published"
+                    kernels = KERNELS if is_ours else PYTORCH
+                    cell = f"{image_ms(size, batch, num_iter, method, is_ours, kernels=kernels):.0f}"
+                    case = f"MAR-{size}, batch {batch}: {MEASURED.get(method, method)}"
+                    ms = (measured or {}).get(case, {}).get("ms")
+                    cells.append(cell if ms is None else f"{cell} ({ms:.0f})")
                 rows.append([size, batch, num_iter, *cells])
     return tabulate(rows, ["MAR", "batch", "K", *METHODS], tablefmt="pipe", disable_numparse=True)
 
@@ -255,10 +344,12 @@ def written(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put the table into docs/gpu.md")
-    if parser.parse_args().write:
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="a report of `cspd gpu-check fast`")
+    args = parser.parse_args()
+    if args.write:
         DOCS.write_text(written(DOCS.read_text()))
     else:
-        print(table())
+        print(table(json.loads(args.measured.read_text())["cases"] if args.measured else None))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from cspd.discrete.family import JACOBI, TREES, Tuning, name_of, round_seconds
 from cspd.discrete.gpt import GPT, Eagle
 from cspd.discrete.registry import gpt_spec
 from cspd.discrete.runner import VQRunner
-from cspd.gpu_check.cases import random_model
+from cspd.gpu_check.models import random_model
 from cspd.method import PLAIN
 from cspd.request import Request
 

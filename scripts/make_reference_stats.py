@@ -21,7 +21,7 @@ from cspd.evaluation.images import ImageFolder, ImageList
 from cspd.evaluation.metrics import INCEPTION, LEAST, SPACES, extract
 from cspd.evaluation.scores import statistics_of
 from cspd.files import publishing
-from cspd.request import to_uint8
+from cspd.pixels import to_uint8
 
 PART = 1000  # images drawn at a time
 

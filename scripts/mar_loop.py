@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cspd
 from cspd import Request
 from cspd.engine import Engine
-from mar.model import MAR
+from cspd.gpu_check.times import their_model
 
 THEIRS = "MAR's code"
 SETTINGS = {
@@ -63,35 +63,6 @@ def stand_in(*names: str, **attributes: Any) -> None:
     for name in names:
         sys.modules[name] = types.ModuleType(name)
         vars(sys.modules[name]).update(attributes)
-
-
-def their_model(folder: str, ours: MAR) -> torch.nn.Module:
-    """MAR's own module with the weights of ours; its code asks for CUDA, which is answered with the CPU."""
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
-    sys.path.insert(0, folder)
-    from models.mar import MAR as Theirs
-
-    config = ours.config
-    model = Theirs(
-        img_size=config.img_size,
-        vae_stride=config.vae_stride,
-        patch_size=config.patch_size,
-        encoder_embed_dim=config.embed_dim,
-        encoder_depth=config.depth,
-        encoder_num_heads=config.num_heads,
-        decoder_embed_dim=config.embed_dim,
-        decoder_depth=config.depth,
-        decoder_num_heads=config.num_heads,
-        norm_layer=partial(torch.nn.LayerNorm, eps=1e-6),
-        vae_embed_dim=config.vae_embed_dim,
-        class_num=config.class_num,
-        buffer_size=config.buffer_size,
-        diffloss_w=config.diffloss_w,
-        diffloss_d=config.diffloss_d,
-        num_sampling_steps="100",
-    )
-    model.load_state_dict(ours.state_dict(), strict=True)
-    return model.eval()
 
 
 def products_of(engine: Engine, requests: list[Request]) -> Callable[[], None]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import warnings
 
+import torch
 from safetensors.torch import save_file
 
-from cspd.gpu_check.cases import CHECKED, CPU, RECORD, generated
+from cspd.gpu_check.models import CHECKED
+from cspd.gpu_check.right import CPU, RECORD, generated
 
 
 def main() -> None:
@@ -16,7 +18,7 @@ def main() -> None:
     images = {}
     for family, name in CHECKED:
         for kind, tensor in generated(family, name, CPU).items():
-            images[f"{family} {name} {kind}"] = tensor
+            images[f"{family} {name} {kind}"] = tensor.to(torch.float16 if tensor.is_floating_point() else torch.int16)
     save_file(images, RECORD)
     print(f"{RECORD}: {len(CHECKED)} methods, {RECORD.stat().st_size:,} bytes")
 

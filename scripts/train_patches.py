@@ -52,7 +52,7 @@ from cspd.heads import SAMPLERS, Chain, Inputs, Net, Observer
 from cspd.heads.chain import LEAST_TO_GO
 from cspd.heads.learned import Learned
 from cspd.heads.net import TorchNoise
-from cspd.heads.speculative import VERIFICATIONS, Finished, acceptance
+from cspd.heads.speculative import Finished, acceptance
 from cspd.runs import file_fingerprint
 from cspd.seams import seam_of
 from mar.checkpoint import load_vae
@@ -328,22 +328,22 @@ class Passes(Observer):
 
 
 def calls_by_window(drawing: Drawing, seen: Tensor, z: Tensor, windows: Sequence[int] = ALL) -> list[dict[str, Any]]:
-    """Sequential head calls of tokens with conditions z [G, R, D], by window and verification; fitted to `seen`."""
+    """Sequential head calls of tokens with conditions z [G, R, D], by window, fitted to `seen`."""
     fitted, found = drawing.fitted("speculative", seen), []
     for window in windows:
-        row: dict[str, Any] = {"window": window}
-        for verification in VERIFICATIONS:
-            _, ended = drawing.draw("speculative", z, fitted, window=window, verification=verification)
-            assert ended is not None
-            record = ended.record.numpy()
-            calls = (record != 0).sum(1)
-            row[verification] = {
+        _, ended = drawing.draw("speculative", z, fitted, window=window)
+        assert ended is not None
+        record = ended.record.numpy()
+        calls = (record != 0).sum(1)
+        found.append(
+            {
+                "window": window,
                 "calls": calls.mean().item(),
                 "error": calls.std().item() / len(calls) ** 0.5,
                 "slowest": calls.max().item(),
                 "rejections": (record < 0).sum(1).mean().item(),
             }
-        found.append(row)
+        )
     return found
 
 
@@ -379,7 +379,6 @@ def in_the_code(module: Any, code: Code, config: CausalConfig, z: Tensor, cfg: f
     """Milliseconds of a token by the code's own sampler and by `cspd.accelerate`, one token at once, in turns."""
     methods: dict[str, tuple[str, dict[str, Any]]] = {
         "speculative": ("speculative", {}),
-        "speculative, block": ("speculative", {"window": CALLS - 1, "verification": "block"}),
         "calibrated, 8 calls": ("calibrated", {"head_calls": 8}),
     }
     modules, handles = {"their sampler": module}, {}
@@ -419,10 +418,7 @@ def in_a_large_head(drawing: Drawing, seen: Tensor, z: Tensor, turns: int) -> li
     assert larger is not None
     heavy = Drawing(Heavy(drawing.head, larger.head), drawing.schedule, drawing.cfg, drawing.cache, drawing.about)
     methods: dict[str, tuple[str, dict[str, Any]]] = {"full chain": ("ancestral", {})}
-    for window in TIMED_WINDOWS:
-        for verification in VERIFICATIONS:
-            settings = {"window": window, "verification": verification}
-            methods[f"speculative, window {window}, {verification}"] = "speculative", settings
+    methods |= {f"speculative, window {window}": ("speculative", {"window": window}) for window in TIMED_WINDOWS}
     methods |= {f"calibrated, {num} calls": ("calibrated", {"head_calls": num}) for num in (8, 10)}
     fits = {}
     for name, (method, settings) in methods.items():

@@ -27,7 +27,7 @@ from torchvision.utils import make_grid
 from tqdm import tqdm
 
 from cspd.files import publishing
-from cspd.request import to_pil
+from cspd.pixels import to_pil
 from cspd.runs import file_fingerprint, write_png
 from mar.checkpoint import fill, metadata_of
 from mar.tensors import read_tensors

@@ -58,7 +58,6 @@ DENOISERS = {
 CAUSAL_METHODS = {
     "ar": {},
     "speculative": WINDOW,
-    "speculative+block": {"verification": "block", **WINDOW},
     "calibrated": {"head_calls": 6},
     "euler": {"head_calls": 5},
     "heun": {"head_calls": 5},

@@ -8,11 +8,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from golden_files import GOLDEN, GOLDEN_MAR, Golden, relative_error  # noqa: F401 - tests take them from here
 
 import cspd
 import cspd.checkpoints
 from cspd import terminal
+from cspd.device import pick_device
 from cspd.discrete.gpt import GPT, GPTConfig, VQConfig, VQModel
 from mar.checkpoint import load_mar
 from mar.model import MAR
@@ -25,7 +27,24 @@ terminal.PATIENCE = 3600.0  # a slow machine does not add lines to what commands
 CPU = Path("/proc/cpuinfo")
 if CPU.exists() and "GenuineIntel" in CPU.read_text():  # MKL rounds alike in every batch if asked to: docs/exactness.md
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # it looks when it is first used
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests share models, and golden tensors are on the CPU
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides GPUs from all tests, unless those of a GPU are asked for: they share models, which must stay on the CPU."""
+    if not config.getoption("-m").startswith("cuda"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU and -m cuda")
+
+
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request) -> torch.device:
+    """Where a test computes; on a GPU, with kernels and CUDA graphs. The models that tests share stay on the CPU."""
+    return pick_device(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -13,14 +13,15 @@ from pathlib import Path
 
 import torch
 
-from cspd.gpu_check.run import Part, run_cases
+from cspd.gpu_check.run import Question, findings, run_question
+from cspd.gpu_check.sizes import TINY, Settings
 
 ERROR = RuntimeError("CUDA error: an illegal memory access was encountered")
 BROKEN: list[bool] = []  # in a process
 
 
-def check(out, *parts, **options):
-    return run_cases(out, torch.device("cpu"), parts, tiny=True, progress=False, **options)
+def check(out, asked, **options):
+    return run_question(asked, out, Settings(torch.device("cpu"), TINY), **options)
 
 
 def begun(out: Path, name: str | None = None) -> list[str]:
@@ -59,5 +60,5 @@ def made_by(out, names, settings):
     return {name: functools.partial(globals()[name.split()[0]], out) for name in names}
 
 
-def part(out, name, *names):
-    return Part(name, 1.0, functools.partial(made_by, out, names))
+def question(out, *names):
+    return Question("right", functools.partial(made_by, out, names), findings)

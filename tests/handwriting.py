@@ -7,7 +7,7 @@ from digits import coloured_digits
 from torch_fidelity.metric_fid import fid_features_to_statistics
 
 from cspd.evaluation.metrics import features, load_reference
-from cspd.request import to_pil
+from cspd.pixels import to_pil
 
 KEYS = {
     "fid": "frechet_inception_distance",

@@ -113,8 +113,11 @@ class Case:
 
     def inputs(self, num: int, seed: int) -> Inputs:
         """What `num` chains are given."""
-        scale, temperature = torch.tensor(self.scale).view(1, -1).repeat(num, 1), torch.full((num, 1), self.temperature)
-        return Inputs(self.z.expand(-1, num, -1), scale, temperature, torch.full((num,), seed), torch.arange(num))
+        with self.z.device:
+            scale = torch.tensor(self.scale).view(1, -1).repeat(num, 1)
+            temperature = torch.full((num, 1), self.temperature)
+            names = torch.full((num,), seed), torch.arange(num)
+        return Inputs(self.z.expand(-1, num, -1), scale, temperature, *names)
 
     def chain(self, num: int, seed: int, *observers: Observer, precision=FP32, noise=cspd_noise) -> Chain:
         """`num` chains, as samplers are given them."""
@@ -129,7 +132,7 @@ class Case:
         """Ancestral chains with everything that made them."""
         recorder = Recorder()
         tokens = self.ancestral(num, seed, recorder)
-        return recorder.trace(tokens, image=torch.full((num,), seed))
+        return recorder.trace(tokens, image=torch.full((num,), seed, device=self.z.device))
 
     def predictor(self) -> Predictor:
         traces = self.trace(256, 2**40).chains, self.trace(256, 2**41).chains
@@ -137,7 +140,7 @@ class Case:
 
     def path(self, num: int, seed: int) -> Tensor:
         """[num, d + 1]: tokens of ancestral chains, and log sigma summed over channels and steps T - 1 .. 1."""
-        s, total = self.schedule, torch.zeros(num, 1)
+        s, total = self.schedule, torch.zeros(num, 1, device=self.z.device)
 
         def add(t, x, eps, v):
             if t:
@@ -147,11 +150,20 @@ class Case:
         return torch.cat([self.ancestral(num, seed, Watching(add)), total], dim=1)
 
     def calibration(self, frozen: bool = False) -> Calibration:
-        return fit(*self.trace(256, 2**40).chains, self.schedule, self.temperature, frozen)
+        traced = (values.cpu() for values in self.trace(256, 2**40).chains)
+        return fit(*traced, self.schedule, self.temperature, frozen)
 
     def chains(self, draft: Calibration, window: int, noise=cspd_noise, precision=FP32, **more) -> Chains:
         table = draft_table(draft.coefficients, draft.drift, self.schedule, window, self.temperature)
-        return Chains(self.head, self.schedule, torch.as_tensor(table), precision, noise, trace_sigma=True, **more)
+        return Chains(
+            self.head,
+            self.schedule,
+            torch.as_tensor(table, device=self.z.device),
+            precision,
+            noise,
+            trace_sigma=True,
+            **more,
+        )
 
     def start(self, chains: Chains, num: int, seed: int, which: slice = slice(None)) -> None:
         """Starts the chains `which` of `num`; each is owned by its index."""
@@ -185,7 +197,7 @@ def merge(parts: list[Finished | None]) -> Finished:
         joined[field.name] = torch.cat(values) if is_tensor else [each for part in values for each in part]
     order = torch.tensor(joined["owners"]).argsort()
     for name, values in joined.items():
-        joined[name] = values[order] if isinstance(values, Tensor) else [values[i] for i in order]
+        joined[name] = values[order.to(values.device)] if isinstance(values, Tensor) else [values[i] for i in order]
     return Finished(**joined)
 
 

@@ -20,7 +20,7 @@ from PIL import Image
 
 from cspd.cli import main
 from cspd.files import link_of as link_of_png
-from cspd.request import png_of
+from cspd.pixels import png_of
 from cspd.serving.app import Server, make_app
 from cspd.serving.bodies import COOKIE, new_visitor
 

@@ -22,8 +22,8 @@ from cspd import Engine, MARModels, Request, VQModels, files
 from cspd import device as cspd_device
 from cspd.cli.sample import sample_to_folder
 from cspd.device import BFloat16Linear, Precision, Report, in_turns, send, unsteadiness
-from cspd.gpu_check.cases import _matmul
 from cspd.gpu_check.sizes import TINY, Settings
+from cspd.gpu_check.times import _matmul
 from cspd.method import method_names
 from cspd.request import Sequence
 from mar.checkpoint import create_vae
@@ -256,7 +256,7 @@ def flags():
             found.append(getattr(owner, name, None))
         except RuntimeError:
             found.append(RuntimeError)
-    return found
+    return [*found, torch.backends.cuda.cudnn_sdp_enabled()]
 
 
 def products():
@@ -275,11 +275,15 @@ def check_flags(state):
         with precision.fast():
             assert products() == (policy == "tf32",) * 2
             assert not MATMUL.allow_bf16_reduced_precision_reduction
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
             with precision.full():
                 assert products() == (False, False)
+            with precision.decoding():
+                assert products() == (True, True)
             assert products() == (policy == "tf32",) * 2
         assert flags() == before
         told = {"matmul_precision": "tf32" if policy == "tf32" else "ieee", "bf16_reduction": False}
+        told |= {"decoding": "tf32", "cudnn_attention": False}
         assert precision.flags() == told and flags() == before
 
 
@@ -293,6 +297,32 @@ def test_flags_are_set_and_restored_by_either_interface(state):
     process.start()
     process.join()
     assert process.exitcode == 0
+
+
+def test_decoding_and_attention_have_switches(monkeypatch):
+    gpu = torch.device("cuda:1")
+    monkeypatch.setenv(cspd_device.DECODING, "0")
+    monkeypatch.setenv(cspd_device.CUDNN_ATTENTION, "1")
+    precision = Precision("bf16", gpu)
+    with precision.decoding():
+        assert products() == (False, False) and torch.backends.cuda.cudnn_sdp_enabled()
+    assert precision.flags()["decoding"] == "ieee" and precision.flags()["cudnn_attention"]
+    for switch in (cspd_device.DECODING, cspd_device.CUDNN_ATTENTION):
+        with monkeypatch.context() as patch:
+            patch.setenv(switch, "off")
+            with pytest.raises(ValueError, match=switch):
+                Precision("bf16", gpu)
+
+
+def test_images_are_decoded_in_tf32_and_tokens_are_not():
+    models, seen = VQModels(**toy_models()), {"tokenizer": set(), "target": set()}
+    decoder, layer = models.tokenizer.decoder, models.target.layers[0]
+    for name, module in (("tokenizer", decoder), ("target", layer)):
+        module.register_forward_hook(lambda *_, name=name: seen[name].add(products()))
+    with standin.cuda():
+        engine = Engine(models, max_batch=1, device=standin.DEVICE, graphs=False)
+        engine.generate([Request(1, method="ar")])
+    assert seen == {"tokenizer": {(True, True)}, "target": {(False, False)}}
 
 
 @pytest.mark.parametrize("policy", ["tf32", "bf16"])

@@ -1,4 +1,4 @@
-"""`cspd gpu-check`: it survives crashes and hangs, resumes, and prints what it found; it replays acceptance truly."""
+"""`cspd gpu-check`: it survives crashes and hangs, resumes, and finds what is wrong; it replays acceptance truly."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ import numpy as np
 import pytest
 import standin
 import torch
-from faults import begun, check, part
+from faults import begun, check, question
 from safetensors import safe_open
 
 from cspd.cli import main
+from cspd.cli.bench import QUESTIONS
 from cspd.device import check_fits
-from cspd.gpu_check import cases, measure
-from cspd.gpu_check.cases import PARTS, engine_of, random_gpt, random_mar
-from cspd.gpu_check.measure import WAITS, product, waits
-from cspd.gpu_check.run import NO_GRAPH, SCHEMA, failures, format_check, read_report, tried
-from cspd.gpu_check.sizes import FULL, TINY, Settings
+from cspd.gpu_check import models, right, times
+from cspd.gpu_check.models import Mode, asked, engine_of, switched
+from cspd.gpu_check.run import NO_GRAPH, SCHEMA, failures, format_report, read_report, tried
+from cspd.gpu_check.sizes import FULL, MAR_L, SPHERE_L, TINY, VQ_L, Settings
 from cspd.graphs import Graphs
+from cspd.kernels import SWITCH
+from cspd.masked.runner import MARRunner
 from cspd.method import METHODS
 from cspd.request import Request
 from cspd.speed import batch_at, starts
-from mar import model as mar_model
+from mar.model import MAR
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
@@ -45,18 +47,19 @@ def settings():
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_a_crash_an_error_or_a_hang_loses_one_case(tmp_path, capsys):
     """After an error the process is replaced: CUDA may fail in all that it does from then on."""
-    out = tmp_path / "gpu.json"
-    one = part(out, "one", "killed", "unusable", "fine", "hang", "fine again")._replace(case_seconds=LIMIT)
+    out = tmp_path / "right.json"
+    one = question(out, "killed", "unusable", "fine", "hang", "fine again")._replace(case_seconds=LIMIT)
     report = check(out, one)
-    found = report["parts"]["one"]
+    found = report["cases"]
     assert f"exit code -{signal.SIGKILL.value}" in found["killed"]["lost"] and f"{LIMIT:g} s" in found["hang"]["lost"]
     assert "illegal memory access" in found["unusable"]["error"]
     assert found["fine"]["passed"] and found["fine"]["value"] == "NaN" and found["fine again"]["passed"]
-    assert failures(report) == ["one, killed", "one, unusable", "one, hang"] and read_report(out) == report
+    assert failures(report) == ["killed", "unusable", "hang"] and read_report(one, out) == report
 
-    assert main(["gpu-check", "--show", str(out)]) == 1
+    capsys.readouterr()
+    assert main(["gpu-check", "right", "--show", "--out", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
-    assert "2 lost" in shown and "one, killed; one, hang" in shown and "1 failed" in shown
+    assert "2 lost" in shown and "killed; hang" in shown and "1 failed" in shown
 
     # what raised an error is run again, what was lost is not
     before = begun(out)
@@ -66,37 +69,46 @@ def test_a_crash_an_error_or_a_hang_loses_one_case(tmp_path, capsys):
 
 
 def test_what_was_left_out_is_run_later_and_what_was_started_is_not(tmp_path):
-    out = tmp_path / "gpu.json"
-    one = part(out, "one", "fine", "fine again")
+    out = tmp_path / "right.json"
+    one = question(out, "fine", "fine again")
     report = check(out, one, minutes=0)
-    assert "2 cases were left out" in format_check(report) and not failures(report) and not begun(out)
-    report["parts"]["one"]["fine"] = {"started": True}  # as if the machine had gone down during it
+    assert "2 left out" in format_report(one, report) and not failures(report) and not begun(out)
+    report["cases"]["fine"] = {"started": True}  # as if the machine had gone down during it
     out.write_text(json.dumps(report))
-    assert "1 lost" in format_check(read_report(out))
+    assert "1 lost" in format_report(one, read_report(one, out))
 
     report = check(out, one)
-    assert "lost" in report["parts"]["one"]["fine"] and report["parts"]["one"]["fine again"]["passed"]
-    assert begun(out) == ["fine"] and failures(report) == ["one, fine"]
-    assert "left_out" in check(out, one, overwrite=True, minutes=0)["parts"]["one"]["fine"]
+    assert "lost" in report["cases"]["fine"] and report["cases"]["fine again"]["passed"]
+    assert begun(out) == ["fine"] and failures(report) == ["fine"]
+    assert "left_out" in check(out, one, overwrite=True, minutes=0)["cases"]["fine"]
+
+
+def test_a_case_that_runs_when_the_time_is_over_is_ended_and_run_later(tmp_path, monkeypatch):
+    out = tmp_path / "right.json"
+    monkeypatch.setattr("cspd.gpu_check.run.LEAST_SECONDS", 0.0)
+    begins = time.monotonic()
+    report = check(out, question(out, "hang"), minutes=0.1)
+    assert "left_out" in report["cases"]["hang"] and not failures(report) and time.monotonic() - begins < 60
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_stopped_by_a_person(tmp_path):
     """A case under way is in the file as started, and is run again by whoever stopped it."""
-    out = tmp_path / "gpu.json"
+    out = tmp_path / "right.json"
     program = (
         "import sys; sys.path[:0] = ['tests', 'scripts']\n"
-        "from pathlib import Path; from faults import check, part\n"
-        f"out = Path({str(out)!r}); check(out, part(out, 'one', 'fine', 'hang'))"
+        "from pathlib import Path; from faults import check, question\n"
+        f"out = Path({str(out)!r}); check(out, question(out, 'fine', 'hang'))"
     )
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while "hang" not in begun(out) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert read_report(out)["parts"]["one"]["hang"] == {"started": True}
+    one = question(out)
+    assert read_report(one, out)["cases"]["hang"] == {"started": True}
     process.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" in process.communicate(timeout=60)[1]
-    assert list(read_report(out)["parts"]["one"]) == ["fine"]
+    assert list(read_report(one, out)["cases"]) == ["fine"]
 
 
 def test_a_round_that_could_not_be_captured_has_failed():
@@ -110,37 +122,40 @@ def test_a_round_that_could_not_be_captured_has_failed():
 
 @pytest.mark.parametrize(
     "content",
-    ["{}", "nonsense", "[]", '{"schema": "cspd.gpu-check/2", "scale": "full", "device": "H100", "parts": {}}'],
+    [
+        "{}",
+        "nonsense",
+        "[]",
+        json.dumps({"schema": SCHEMA, "question": "right", "scale": "full", "device": "H100", "cases": {}}),
+    ],
 )
 def test_another_file_is_not_overwritten(tmp_path, content, capsys):
-    out = tmp_path / "gpu.json"
+    out = tmp_path / "right.json"
     out.write_text(content)
-    assert main(["gpu-check", "--tiny", "--device", "cpu", "--out", str(out)]) == 2
+    assert main(["gpu-check", "right", "--tiny", "--device", "cpu", "--out", str(tmp_path)]) == 2
     assert "--overwrite" in capsys.readouterr().err and out.read_text() == content
 
 
-def test_official_sizes_want_a_gpu(tmp_path, capsys):
-    assert main(["gpu-check", "--out", str(tmp_path / "gpu.json")]) == 2
-    assert "--tiny" in capsys.readouterr().err and not [*tmp_path.iterdir()]
+def test_what_can_be_known_beforehand_is_an_error_at_once(tmp_path, capsys):
+    """Official sizes want a GPU, and the authors' code has a certain file."""
+    out = tmp_path / "gpu"
+    assert main(["gpu-check", "fast", "--out", str(out)]) == 2
+    assert "--tiny" in capsys.readouterr().err
+    assert main(["gpu-check", "fast", "--tiny", "--device", "cpu", "--mar", str(tmp_path), "--out", str(out)]) == 2
+    assert "--mar" in capsys.readouterr().err and not out.exists()
 
 
-def test_a_first_run_asks_the_most_important_questions_first():
-    """Does it work, is it right, how fast is it by default, all else."""
-    names = [part.name for part in PARTS]
-    assert names[:4] == ["machine", "smoke", "correctness", "MAR times"] and names[-1] == "compiled"
-    assert sum(part.share for part in PARTS) == pytest.approx(1)
-
-
-def test_the_time_limit_cuts_the_least_important_times(monkeypatch):
-    """Every size at batch 8 and 64 comes first, and each cell has all samplers, in the default mode."""
-    monkeypatch.setattr(Settings, "cuda", True)
-    timed = [*cases.mar_time_cases(Settings(CPU, FULL))]
-    cells = [title.partition(", K")[0] for title in timed[::5]]
-    first = [f"{size}, batch {batch}" for size in "BHL" for batch in (8, 64)]
-    assert cells == [*first, *(f"{size}, batch {batch}" for batch in (1, 256) for size in "BHL")]
-    samplers = ["published", "ar", "calibrated", "speculative:window=12", "lazymar:denoiser=calibrated"]
-    assert [title.partition(": ")[2] for title in timed] == samplers * len(cells)
-    assert [title.partition(": ")[0].endswith("bf16, graphs") for title in timed[1:5]] == [True] * 4
+def test_the_time_limit_cuts_the_least_important_times():
+    """Batches of 64, 1 and 8 of every size of MAR come first, those of 256 last; all cells have all samplers."""
+    names = [*times.fast_cases(Settings(CPU, FULL))]
+    of_mar = list(dict.fromkeys(name.partition(": ")[0] for name in names if name.startswith("MAR")))
+    assert of_mar == [f"MAR-{size}, batch {batch}" for batch in (64, 1, 8, 256) for size in "LBH"]
+    assert len(names) == len(set(names)) and names[-1].startswith("LlamaGen-L, batch 256")
+    for cell in of_mar:
+        own = [name.partition(": ")[2] for name in names if name.startswith(f"{cell}: ")]
+        assert own == list(times.METHODS["MAR"])
+    models_timed = {name.partition(",")[0] for name in names}
+    assert {"LlamaGen-L", "LlamaGen-XL", "LlamaGen-B", "SphereAR-L", "SphereAR-B"} <= models_timed
 
 
 QUICK = [("MAR", "ar"), ("MAR", "lazymar:denoiser=calibrated"), ("VQ", "sd")]
@@ -148,58 +163,105 @@ QUICK = [("MAR", "ar"), ("MAR", "lazymar:denoiser=calibrated"), ("VQ", "sd")]
 
 @pytest.mark.parametrize(
     "family, name",
-    [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in cases.CHECKED],
+    [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in models.CHECKED],
 )
-def test_the_file_has_the_images_of_a_cpu(family, name):
+def test_the_file_has_the_images_of_a_cpu(family, name, device):
     """If it fails after a change that is meant to change images: `python scripts/record_images.py`."""
-    found = cases.compared(cases.generated(family, name, CPU), cases.recorded(family, name))
+    mode = Mode(graphs=device != CPU)
+    found = right.compared(right.generated(family, name, device, mode), right.recorded(family, name))
     assert found["passed"], found
 
 
 def test_the_file_is_small_and_has_every_method():
-    with safe_open(cases.RECORD, "pt") as file:
+    with safe_open(right.RECORD, "pt") as file:
         names = {name.rpartition(" ")[0] for name in file.keys()}
-    assert names == {f"{family} {name}" for family, name in cases.CHECKED}
-    methods = {(family, name.partition(":")[0]) for family, name in cases.CHECKED}
+    assert names == {f"{family} {name}" for family, name in models.CHECKED}
+    methods = {(family, name.partition(":")[0]) for family, name in models.CHECKED}
     others = {("MAR", "budget")}  # whose plan depends on the device
     assert methods | others == {(method.family, method.name) for method in METHODS if method.family != "causal"}
-    assert cases.RECORD.stat().st_size < 2**20 and set(cases.SMOKE) <= set(cases.CHECKED)
+    assert right.RECORD.stat().st_size < 2**20 and set(models.SMOKE) <= set(models.CHECKED)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family, name", [("MAR", "calibrated"), ("VQ", "ar")])
-def test_images_that_differ_are_found(family, name, precision):
-    """Those of other seeds, also by the rules for bf16."""
-    expected = cases.recorded(family, name)
-    assert cases.compared(expected, expected, precision)["passed"]
+def test_images_that_differ_are_found(family, name):
+    """Those of other seeds."""
+    expected = right.recorded(family, name)
+    assert right.compared(expected, expected)["passed"]
     others = {kind: images.roll(1, 0) for kind, images in expected.items()}
-    assert not cases.compared(others, expected, precision)["passed"]
+    assert not right.compared(others, expected)["passed"]
 
 
-@pytest.mark.parametrize("family, name", [("MAR", "calibrated"), ("VQ", "ar")])
-def test_images_in_bf16_are_near(family, name):
-    found = cases.compared(cases.generated(family, name, CPU, precision="bf16"), cases.recorded(family, name), "bf16")
+@pytest.mark.parametrize("way", ["bf16", "bf16, alone", "fp32, alone", "fp32, NaN in what must not be read"])
+@pytest.mark.parametrize("subject", [MAR_L, VQ_L, SPHERE_L], ids=str)
+def test_conditions_are_right(subject, way, settings):
+    found = right._condition_cases(settings, subject)[f"conditions of {subject}, {way}"]()
+    assert found["passed"], found
+    assert ("bf16" in way) == (found["relative_error"] > 1e-4)
+
+
+@pytest.mark.parametrize("how", [right._alone, right._free_slots, right._uninitialised, right._neighbour])
+@pytest.mark.parametrize("subject", [MAR_L, VQ_L, pytest.param(SPHERE_L, marks=pytest.mark.slow)], ids=str)
+def test_images_depend_on_nothing_else(subject, how, settings):
+    found = right._in_batch(settings, subject, right.METHODS_IN_BATCH[subject.family][0], how)
     assert found["passed"], found
 
 
-ON_CUDA = ["draws", "graph", "VQ ar, graphs, fp32"]
+def test_padding_that_is_read_is_found(settings, monkeypatch):
+    embed = MAR.embed
+
+    def unmasked(self, tokens, positions, is_known, class_embedding):
+        return embed(self, tokens, positions, torch.ones_like(is_known), class_embedding)
+
+    monkeypatch.setattr(MAR, "embed", unmasked)
+    case = right._condition_cases(settings, MAR_L)[f"conditions of {MAR_L}, fp32, NaN in what must not be read"]
+    assert not case()["passed"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *ON_CUDA,
-        *(pytest.param(f"{each} tokens", marks=pytest.mark.slow) for each in ("ar", "calibrated", "speculative")),
-    ],
-)
-def test_the_smoke_stage_passes_on_a_stand_in_for_cuda(name):
+def test_slots_that_are_not_cleared_are_found(settings, monkeypatch):
+    monkeypatch.setattr("cspd.discrete.kv_cache.KVCache.clear", lambda self, slots: None)
+    assert not right._in_batch(settings, VQ_L, "sjd-pac", right._free_slots)["passed"]
+
+
+@pytest.mark.parametrize("how", [right._neighbour, right._uninitialised])
+def test_other_memory_that_is_read_is_found(how, settings, monkeypatch):
+    """As if conditions contained the mean of the batch, or new memory."""
+    conditions = MARRunner.conditions
+
+    def wrong(self, batch, rows):
+        z = conditions(self, batch, rows)
+        if how is right._neighbour:
+            return z + z.mean()
+        is_filled = torch.empty(1, dtype=torch.int64) == torch.iinfo(torch.int64).max
+        return torch.where(is_filled, torch.nan, z)
+
+    monkeypatch.setattr(MARRunner, "conditions", wrong)
+    assert not right._in_batch(settings, MAR_L, "calibrated", how)["passed"]
+
+
+def test_a_batch_that_is_read_is_found(settings, monkeypatch):
+    """As if conditions depended on the number of images in the batch."""
+    conditions = MARRunner.conditions
+    monkeypatch.setattr(MARRunner, "conditions", lambda self, batch, rows: conditions(self, batch, rows) * len(batch))
+    assert not right._condition_cases(settings, MAR_L)[f"conditions of {MAR_L}, fp32, alone"]()["passed"]
+    assert not right._in_batch(settings, MAR_L, "calibrated", right._alone)["passed"]
+
+
+def test_switches_hold_in_their_block_only(monkeypatch):
+    monkeypatch.setenv(SWITCH, "1")
+    with switched(Mode(kernels=False, attention="MATH")):
+        assert os.environ[SWITCH] == "0" and not torch.backends.cuda.flash_sdp_enabled()
+    assert os.environ[SWITCH] == "1" and torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_images_are_those_of_a_cpu_on_a_stand_in_for_cuda():
     with standin.cuda():
+        on_gpu = Settings(standin.DEVICE, TINY)
         try:
-            found = cases.smoke_cases(Settings(standin.DEVICE, TINY))[name]()
+            for name in ("draws", "images of VQ ar, default"):
+                found = right.cases(on_gpu)[name]()
+                assert found["passed"], found
         finally:
-            cases.bundled.cache_clear()  # models of the stand-in end with it
-            cases.bundled_calibration.cache_clear()
-    assert found["passed"], found
+            models.bundled.cache_clear()  # models of the stand-in end with it
 
 
 def test_too_little_memory_is_not_an_error():
@@ -207,81 +269,93 @@ def test_too_little_memory_is_not_an_error():
     assert "skipped" in found and "error" not in found
 
 
+def test_a_backend_that_does_not_take_a_shape_is_skipped(settings):
+    """A CPU has no attention by cuDNN."""
+    mode = Mode(attention="CUDNN_ATTENTION")
+    found = tried(lambda: {"z": right.conditions(settings, MAR_L, "bf16", mode)}, CPU)
+    assert "skipped" in found and "error" not in found
+
+
 def test_times_are_printed_as_ratios():
-    """To the published sampler at the same setting, and to the larger of operations and bytes at full speed."""
-    common = {"size": "B", "batch": 8, "num_iter": 64, "precision": "bf16", "peak_bytes": 2**30, "timed_rounds": 4}
-    times = {
-        "base": common | {"method": "published", "ms": 80.0, "flops": 1e12, "bytes": 1e9},
-        "ours": common | {"method": "ar", "ms": 20.0, "flops": 1e12, "bytes": 1e9},
-        "other": common | {"method": "ar", "ms": 20.0, "flops": 0, "bytes": 4e9, "batch": 1},
-        "unknown": common | {"method": "cspd", "ms": 40.0},
+    """To `ar` and to the authors' code with the same model and batch."""
+    common = {"model": "MAR-L", "batch": 8, "peak_gib": 1.0, "first_s": 9.0}
+    cases = {
+        "base": common | {"method": "ar", "last_s": 2.0, "ms": 250.0, "phase_s": {"decode": 0.5}},
+        "theirs": common | {"method": times.AUTHORS, "last_s": 8.0, "ms": 1000.0},
+        "ours": common | {"method": "calibrated", "last_s": 1.0, "ms": 125.0, "capture_s": [3.0, 0.25]},
+        "once": common | {"method": "budget"},  # there was no time for a second pass
+        "other": common | {"method": "calibrated", "batch": 1, "last_s": 1.0, "ms": 1000.0},
     }
-    machine = {"copy": {"gb_per_s": 1000.0}, "matmul bf16": {"tflop_per_s": 100.0}}
-    report = {"device": "H100", "scale": "full", "parts": {"machine": machine, "MAR times": times}}
-    shown = format_check(report)
-    lines = [line.split() for line in shown.splitlines() if line.startswith("MAR times, ")]
-    rows = {line[2]: line[3:] for line in lines}
-    assert rows["ours"] == ["20.00", "4.00", "2.0", "1.0"] and rows["base"][2] == "8.0"
-    assert rows["other"] == ["20.00", "5.0", "1.0"]  # no baseline at this batch
-    assert rows["unknown"] == ["40.00", "2.00", "1.0"]  # no count of its work
-    (row,) = (line for line in shown.splitlines() if line.startswith("B ") and " 8 " in line)  # in the summary
-    assert row.split()[2:] == ["80.0", "(1.0x)", "20.0", "(4.0x)", "40.0", "(2.0x)"]
+    lines = times.fast_tables(cases).splitlines()[2:]
+    base, theirs, ours, once, other = (line.replace(times.AUTHORS, "theirs").split() for line in lines)
+    assert base[3:] == ["9.00", "2.00", "250.0", "1.00", "4.00", "0.25", "1.0"]
+    assert theirs[3:] == ["9.00", "8.00", "1000.0", "0.25", "1.00", "1.0"]
+    assert ours[3:] == ["9.00", "1.00", "125.0", "2.00", "8.00", "3.0", "0.2", "1.0"]
+    assert once[3:] == ["9.00", "1.0"] and other[3:] == ["9.00", "1.00", "1000.0", "1.0"]
 
 
 def test_the_summary_says_whether_it_is_right_and_what_is_missing(tmp_path, capsys):
     passed, failed, left_out = {"passed": True}, {"passed": False}, {"left_out": "no time"}
-    report = {"schema": SCHEMA, "device": "H100", "scale": "full", "parts": {"smoke": {"one": passed, "two": passed}}}
+    report = {"schema": SCHEMA, "question": "right", "device": "H100", "scale": "full"}
 
-    def summary(**parts):
-        out = tmp_path / "gpu.json"
-        out.write_text(json.dumps(report | {"parts": report["parts"] | parts}))
-        status = main(["gpu-check", "--show", str(out)])
+    def summary(**cases):
+        (tmp_path / "right.json").write_text(json.dumps(report | {"cases": cases}))
+        status = main(["gpu-check", "right", "--show", "--out", str(tmp_path)])
         return status, [line for line in capsys.readouterr().out.splitlines() if line][-2:]
 
-    assert summary() == (0, ["smoke, two  passed", "right: 2 checks passed, and nothing failed"])
-    status, (right, missing) = summary(times={"one": left_out, "two": left_out})
-    assert status == 0 and right.startswith("right so far: 2 ") and "2 of times" in missing
-    status, (wrong, lost) = summary(smoke={"one": failed, "two": {"lost": "it crashed"}})
-    assert status == 1 and wrong == "not right: 1 failed: smoke, one" and lost.endswith("smoke, two")
+    status, (_, is_right) = summary(one=passed, two=passed)
+    assert status == 0 and is_right.startswith("right: 2 ")
+    status, (so_far, missing) = summary(one=passed, two=left_out)
+    assert status == 0 and so_far.startswith("right so far: 1 ") and "no time" in missing and "two" in missing
+    status, (wrong, lost) = summary(one=failed, two={"lost": "it crashed"})
+    assert status == 1 and wrong == "not right: 1 failed: one" and lost.endswith("two")
 
 
-def test_lazymar_is_timed_by_its_full_and_its_lazy_iterations(settings):
-    """Of 8 iterations the warm-up's five and the refresh after it are full, and two are lazy."""
-    setting = TINY.settings[0]._replace(mode="eager")
-    found = cases._mar_time(settings, setting, "lazymar:denoiser=calibrated")
-    full, lazy = ({int(known): ms for known, ms in each.items()} for each in found["round_ms"])
-    begins = starts(Request(0, num_iter=8), 64)
-    expected = np.interp(begins[:6], [*full], [*full.values()]).sum()
-    expected += np.interp(begins[6:], [*lazy], [*lazy.values()]).sum()
-    assert found["rounds"] == 8 and found["ms"] == pytest.approx(expected / setting.batch)
+def test_without_the_authors_code_the_summary_asks_for_it(settings):
+    name = f"{MAR_L}, batch 2: {times.AUTHORS}"
+    found = times.fast_cases(settings)[name]()
+    report = {"device": "CPU", "scale": "tiny", "cases": {name: found}}
+    assert "--mar" in format_report(times.FAST, report) and not failures(report)
 
 
-def test_a_captured_graph_takes_no_time_of_a_round(settings):
-    """Some of the timed rounds have a new shape, which is captured."""
+def test_whole_images_are_timed_twice_or_once_if_the_time_is_over(settings):
+    work = lambda: time.sleep(0.01)  # noqa: E731
+    found = times.passes(settings, work, 2, lambda: True)
+    assert len(found["pass_s"]) == 2 and found["ms"] == 1000 * found["last_s"] / 2 >= 5
+    assert len(times.passes(settings, work, 2, lambda: False)["pass_s"]) == times.MOST_PASSES
+    found = times.passes(Settings(CPU, TINY, until=time.monotonic()), work, 2, lambda: True)
+    assert len(found["pass_s"]) == 1 and "ms" not in found
+
+
+@pytest.mark.parametrize("name", ["calibrated", "budget"])
+def test_an_image_is_timed_with_its_decoding(name, settings):
+    found = times.images(settings, MAR_L, 2, name)
+    assert found["finite"] and found["phase_s"]["decode"] > 0 and len(found["capture_s"]) == 2
+    assert found["head_calls"] == {"calibrated": 8 * 10, "budget": 5 * 32}[name]  # 8 iterations, 5 rounds of the plan
+
+
+def test_captures_are_told_apart_by_pass(settings, monkeypatch):
+    """A graph is captured in the first pass and replayed in the second."""
 
     def capture(trials, function):
-        time.sleep(0.3)
+        time.sleep(0.05)
         return function(), function
 
-    engine = engine_of(settings, random_mar(settings, "B"), 2)
-    engine.graphs = engine.runner.graphs = Graphs(CPU, enabled=True, capture=capture)
-    request = engine.resolve(Request(0, method="ar", num_iter=8, num_sampling_steps=4, first_timestep=950))
-    timing = measure.timed_rounds(engine, request, 1)
-    assert engine.graphs.seconds > 0.6 and max(timing.seconds.values()) < 0.3
+    monkeypatch.setattr("cspd.engine.Graphs", lambda device, enabled: Graphs(device, enabled=True, capture=capture))
+    found = times.images(settings, MAR_L, 2, "calibrated")
+    first, last = found["capture_s"]
+    assert first > 0.3 and last == 0 and found["first_s"] > first
 
 
-def test_of_long_rounds_one_is_timed(settings, monkeypatch):
-    monkeypatch.setattr(measure, "LONG", 0.0)
-    engine = engine_of(settings, random_mar(settings, "B"), 2)
-    request = engine.resolve(Request(0, method="ar", num_iter=32, num_sampling_steps=4, first_timestep=950))
-    timing = measure.timed_rounds(engine, request, 3)
-    assert timing.num == len(timing.seconds) == len(measure.SHARES)
+def test_a_round_is_profiled(settings):
+    found = times.where_cases(settings)[f"round of {VQ_L} ar, batch 2"]()
+    assert found["round_ms"] >= found["launch_ms"] > 0 and found["kernels"] > 100 and not found["waits"]
+    assert "aten::mm" in times.where_tables({f"round of {VQ_L} ar, batch 2": found})
 
 
 def test_chains_take_the_head_calls_that_are_replayed(settings):
     pool = np.array([5, 7, 9])
-    models = random_mar(settings, "B")
-    engine = engine_of(settings, models, 3, noise=measure.head_calls(pool, CPU))
+    engine = engine_of(settings, MAR_L, 3, source=models.head_calls(pool, CPU))
     own = {"window": 4, "draft": "frozen", "num_iter": 8, "num_sampling_steps": 12}
     outputs = engine.generate([Request(i, seed=i, method="speculative", **own) for i in range(3)])
     token_cost = torch.stack([output.token_cost for output in outputs])
@@ -289,27 +363,16 @@ def test_chains_take_the_head_calls_that_are_replayed(settings):
     assert (token_cost == torch.as_tensor(pool)[(7919 * torch.arange(3)[:, None] + position) % 3]).all()
 
 
-@pytest.mark.parametrize(
-    "method, num", [("sd", 2.5), ("sjd-pac", 3.2), pytest.param("eagle2", 2.0, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("method, num", [("sd", 2.5), ("sjd-pac", 3.2)])
 def test_rounds_commit_the_tokens_that_are_replayed(method, num, settings):
-    models = random_gpt(settings, "B")
-    engine = engine_of(settings, models, 2, noise=measure.tokens_a_round(num))
+    engine = engine_of(settings, VQ_L, 2, source=models.tokens_a_round(num))
     outputs = engine.generate([Request(i, seed=i, method=method, coupling="maximal") for i in range(2)])
     assert [output.stats.step_compression for output in outputs] == pytest.approx([num, num], rel=0.06)
 
 
-def test_drafted_tokens_are_accepted_as_often_as_is_replayed(settings):
-    models = random_mar(settings, "B")
-    engine = engine_of(settings, models, 4, noise=measure.accepted_share(0.3))
-    own = {"method": "cspd", "gamma": 16, "num_iter": 8, "num_sampling_steps": 4, "first_timestep": 950}
-    outputs = engine.generate([Request(i, seed=i, **own) for i in range(4)])
-    assert np.mean([output.stats.alpha for output in outputs]) == pytest.approx(0.3, abs=0.1)
-
-
 def test_rounds_begin_at_any_iteration(settings):
-    engine = engine_of(settings, random_mar(settings, "B"), 2)
-    request = engine.resolve(cases.request_of(settings, "ar", num_iter=8))
+    engine = engine_of(settings, MAR_L, 2)
+    request = engine.resolve(asked(settings, MAR_L, "ar")[0])
     known = starts(request, 64)
     batch = batch_at(engine, request, 32)
     assert [s.num_committed for s in batch.sequences] == [known[6]] * 2 and known[5] < 32 <= known[6]
@@ -321,7 +384,7 @@ def test_rounds_begin_at_any_iteration(settings):
 
 
 def test_rounds_begin_at_any_vq_token(settings):
-    engine = engine_of(settings, random_gpt(settings, "B"), 2)
+    engine = engine_of(settings, VQ_L, 2)
     batch = batch_at(engine, engine.resolve(Request(0, method="sjd-pac", family="VQ")), 32)
     engine.runner.tokens.fill_(-1)
     batch.round()
@@ -329,29 +392,18 @@ def test_rounds_begin_at_any_vq_token(settings):
     assert (tokens[:, :32] == -1).all() and (tokens[:, 32] >= 0).all()
 
 
-def test_some_iterations_of_the_published_sampler(settings):
-    """Their tokens are those of the whole sampler, which begins with them."""
-    model = random_mar(settings, "B").target
-    own = {"num_iter": 6, "cfg": 3.0, "num_sampling_steps": 3, "order": torch.randperm(64).repeat(2, 1)}
-    noise = lambda mask, t: torch.full((int(mask.sum()), 16), 0.1)  # noqa: E731
-    some = mar_model.sample_published(model, torch.tensor([1, 2]), **own, noise=noise, iterations=range(2))
-    whole = mar_model.sample_published(model, torch.tensor([1, 2]), **own, noise=noise)
-    made = some.abs().sum(-1) > 0
-    assert made.sum(1).tolist() == [9, 9] and torch.equal(some[made], whole[made])
-
-
 def test_waits_are_counted_by_line():
     """PyTorch's warning on CUDA, as it comes from a line of code."""
-    with waits(CPU) as lines:
+    with times.waits(CPU) as lines:
         for _ in range(3):
-            warnings.warn(f"{WAITS} CUDA operation", stacklevel=1)
+            warnings.warn(f"{times.WAITS} CUDA operation", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
     (line,) = lines
     assert line.startswith("tests/test_gpu_check.py:") and lines[line] == 3
 
 
 def test_work_is_operations_and_bytes():
-    work = product(10, 4, 8, size=2) * 3
+    work = gpu_costs.product(10, 4, 8, size=2) * 3
     assert work.flops == 3 * 2 * 10 * 4 * 8 and work.bytes == 3 * 2 * (10 * 4 + 4 * 8 + 10 * 8)
 
 
@@ -377,17 +429,16 @@ def test_predictions_follow_their_constants():
 
 
 @pytest.mark.slow
-def test_from_a_checkout_on_a_cpu(tmp_path):
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_from_a_checkout_on_a_cpu(question, tmp_path):
     """The whole command, with small models; nothing fails, and a second run has nothing to do."""
-    out = tmp_path / "gpu.json"
-    options = ["--tiny", "--device", "cpu", "--out", str(out), "--minutes", "20"]
+    path = tmp_path / f"{question}.json"
+    options = [question, "--tiny", "--device", "cpu", "--out", str(tmp_path)]
     command = [sys.executable, "-m", "cspd", "gpu-check", *options]
     printed = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
-    report = read_report(out)
+    report = read_report(QUESTIONS[question], path)
     assert printed.returncode == 0 and not failures(report), (printed.stdout, printed.stderr)
-    assert list(report["parts"]) == [part.name for part in PARTS if part.name != "compiled"]  # it takes too long
-    for name in ("MAR times", "VQ times", "other MAR times"):
-        assert all(case["ms"] > 0 for case in report["parts"][name].values())
-    before = out.read_text()
+    done = {name: found for name, found in report["cases"].items() if "left_out" not in found}
+    assert all(times.AUTHORS in name for name in report["cases"].keys() - done)
     assert subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, check=False).returncode == 0
-    assert out.read_text() == before
+    assert read_report(QUESTIONS[question], path)["cases"].items() >= done.items()

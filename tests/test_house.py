@@ -23,13 +23,15 @@ FLOORS = {
     5: ["cspd.engine", "cspd.masked", "cspd.discrete", "cspd.causal"],
     4: ["cspd.continuous", "cspd.models"],
     3: ["cspd.heads", "cspd.method", "cspd.runs", "cspd.noise"],
-    2: ["cspd.request", "cspd.device", "cspd.files", "cspd.kernels"],
-    1: ["cspd.option", "cspd.terminal", "cspd.graphs", "cspd.plots", "cspd.transformer", "mar"],
+    2: ["cspd.request", "cspd.inpainting", "cspd.device", "cspd.files", "cspd.kernels"],
+    1: ["cspd.option", "cspd.terminal", "cspd.pixels", "cspd.graphs", "cspd.plots", "cspd.transformer", "mar"],
 }
-# options have the words of their errors from there, and slow compilers say there that they are at work
-BESIDE = {("cspd.option", "cspd.terminal"), ("cspd.graphs", "cspd.terminal")}
+# options have the words of their errors from the terminal, slow compilers say there that they are at work, and pictures
+# carry the version; a request holds its given part
+BESIDE = {(f"cspd.{name}", "cspd.terminal") for name in ("option", "graphs", "pixels")}
+BESIDE |= {("cspd.request", "cspd.inpainting")}
 LEVEL = {room: level for level, rooms in enumerate(reversed(FLOORS.values())) for room in rooms}
-LONGEST = 17  # modules in a chain of imports, from the command line down; three of them are the head's samplers
+LONGEST = 18  # modules in a chain of imports, from the command line down; five of them are the head's samplers
 
 
 def modules() -> dict[str, Path]:

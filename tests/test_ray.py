@@ -44,7 +44,7 @@ def requests_of(num, **changes):
 def undisturbed(requests):
     """Digests of the images of one process. Batches of four are the same whoever makes a shard."""
     engine = cspd.load(small_checkpoint(), max_batch=4, device="cpu")
-    return [digest_of_pixels(cspd.request.to_uint8(output.image)) for output in engine.generate(requests)]
+    return [digest_of_pixels(cspd.pixels.to_uint8(output.image)) for output in engine.generate(requests)]
 
 
 def digests_of(shards):

@@ -34,10 +34,11 @@ from toys import toy_models
 from cspd import Engine, MARModels, Request, VQModels, noise
 from cspd.cli import main
 from cspd.device import Precision, all_bytes, describe, free_bytes, peak_bytes, pick_device, precision_of
+from cspd.inpainting import Inpainting, Resized, placed
 from cspd.masked.orders import cosine
 from cspd.masked.runner import MARRunner, bytes_per_slot, check_memory, usual_tokens
 from cspd.method import choose, find, method_names
-from cspd.request import Inpainting, Resized, RoundStats, placed
+from cspd.request import RoundStats
 from mar.checkpoint import MARS, create_mar, create_vae, defaults_of
 from mar.model import MAR, MARConfig
 from mar.vae import AutoencoderKL, KLConfig

@@ -14,8 +14,8 @@ import cspd
 from cspd import Request, speed
 from cspd.cli import main, sample
 from cspd.cli.sample import sample_to_folder
+from cspd.inpainting import Inpainting
 from cspd.models import bundled
-from cspd.request import Inpainting
 from cspd.runs import WORTH, speed_line
 from cspd.speed import FEWEST, against_plain, compared, is_plain, iteration_at, num_affordable, round_weights, starts
 

@@ -16,7 +16,7 @@ from tracing import NAMES, models_of, requests_of, traced
 
 from cspd import VQModels, kernels
 from cspd.graphs import compiled
-from cspd.heads.samplers import COMPILED_STEPS
+from cspd.heads.driver import COMPILED_STEPS
 from mar.vae import AutoencoderKL, KLConfig
 
 pytestmark = [
@@ -58,12 +58,6 @@ def slow(condition: bool) -> list:
 def test_every_method(name, precision):
     outputs, _ = traced(models_of(name), requests_of(name, 2, label=1), precision=precision)
     assert len(outputs) == 2
-
-
-@pytest.mark.slow
-def test_block_verification():
-    name = "causal speculative"
-    traced(models_of(name), requests_of(name, 2, label=1, verification="block"))
 
 
 @pytest.mark.parametrize(

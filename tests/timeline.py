@@ -93,6 +93,11 @@ class Pool:
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self._is_new = True
 
+    @property
+    def is_used(self) -> bool:
+        """Whether graphs hold its memory."""
+        return bool(self._graphs)
+
     def joined_by(self, graph: Graph) -> Graph:
         if not self._is_new and not self._graphs:
             raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED, please report a bug to PyTorch")

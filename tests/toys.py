@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from cspd.discrete.gpt import GPT, Eagle, GPTConfig, VQConfig, VQModel
 from cspd.discrete.rules import Filter, filter_numbers, guide, probabilities
 from cspd.discrete.runner import VQRunner
 from cspd.engine import Engine
+from cspd.graphs import Graphs
 from cspd.method import find
 from cspd.request import Output, Request, RoundStats, Sequence, Stopwatch
 from mar.model import MAR, MARConfig
@@ -99,10 +101,12 @@ def distribution(target: GPT, request: Request) -> Tensor:
     return by_position.prod(1)
 
 
-def runner_of(models: dict, num_slots: int) -> VQRunner:
-    others = dict(models)
+def runner_of(models: dict, num_slots: int, device: torch.device = CPU) -> VQRunner:
+    """A runner with copies of the models, if they are not on this device; on a GPU with CUDA graphs."""
+    own = models if device == CPU else {name: copy.deepcopy(model).to(device) for name, model in models.items()}
+    others = dict(own)
     target = others.pop("target")
-    return VQRunner(target, num_slots, CPU, Precision("fp32", CPU), **others)
+    return VQRunner(target, num_slots, device, Precision("fp32", device), graphs=Graphs(device), **others)
 
 
 def admitted(runner: VQRunner, request: Request, seeds: Iterable[int]) -> list[Sequence]:
@@ -117,10 +121,10 @@ def admitted(runner: VQRunner, request: Request, seeds: Iterable[int]) -> list[S
 
 
 def draw(
-    models: dict, request: Request, num: int, batch: int = 20000, first_seed: int = 0
+    models: dict, request: Request, num: int, batch: int = 20000, first_seed: int = 0, device: torch.device = CPU
 ) -> tuple[Tensor, list[RoundStats]]:
-    """Tokens int64 [num, L] of requests that differ in their seeds, and their statistics."""
-    runner = runner_of(models, batch)
+    """Tokens int64 [num, L], on the CPU, of requests that differ in their seeds, and their statistics."""
+    runner = runner_of(models, batch, device)
     run_round = find(request.method, "VQ").run_round
     tokens, statistics = [], []
     every_seed = range(first_seed, first_seed + num)
@@ -129,9 +133,9 @@ def draw(
             everyone = admitted(runner, request, every_seed[start : start + batch])
             running = everyone
             while running:
-                finished = set(run_round(runner, running, Stopwatch(CPU)))
+                finished = set(run_round(runner, running, Stopwatch(device)))
                 running = [sequence for sequence in running if sequence not in finished]
-            tokens.append(runner.results(everyone)[0].clone())
+            tokens.append(runner.results(everyone)[0].to("cpu", copy=True))
             statistics += [sequence.stats for sequence in everyone]
     return torch.cat(tokens), statistics
 

@@ -18,7 +18,7 @@ from cspd.continuous.rows import BASELINE, Denoiser, run_plain_round
 from cspd.continuous.tuning import SEARCHED, SEARCHED_WINDOWS, Tuning
 from cspd.device import Precision, check_fits
 from cspd.graphs import Graphs
-from cspd.heads.samplers import FLOW, SAMPLERS, Sampler, for_users_samplers
+from cspd.heads.samplers import FLOW, Sampler, for_users_samplers
 from cspd.method import Method, register, register_family
 from cspd.models import NO_NAMES, ClassNames
 from cspd.request import Sequence, Stopwatch
@@ -61,7 +61,7 @@ SPECULATIVE = drawing(
     "speculative",
     "speculates on the diffusion head's own denoising chain; no draft model",
     {"2501.05370": "Accelerated Diffusion Models via Speculative Sampling"},
-    replace(DENOISERS["speculative"], options=SAMPLERS["speculative"].options),
+    DENOISERS["speculative"],
 )
 CALIBRATED = drawing(
     "calibrated",
@@ -150,7 +150,7 @@ register_family(
         ar speculative disa {SEARCHED}
         euler:head_calls=16 euler:head_calls=25 euler:head_calls=50 heun:head_calls=15 heun:head_calls=25
     """,
-    windows=SEARCHED_WINDOWS + "speculative:window=16:verification=block speculative:window=24:verification=block",
+    windows=SEARCHED_WINDOWS,
 )
 
 

@@ -19,9 +19,11 @@ from cspd.causal.registry import Autoencoder, defaults_of
 from cspd.continuous.rows import BASELINE, Rows, without_lost_noise
 from cspd.device import Precision, send, send_integers
 from cspd.graphs import Graphs
+from cspd.inpainting import Inpainting
 from cspd.method import Method, complete, with_tokens
 from cspd.option import CAUSAL_OPTIONS
-from cspd.request import Inpainting, Request, Sequence, decoded, to_unit
+from cspd.pixels import decoded, to_unit
+from cspd.request import Request, Sequence
 from cspd.transformer import CacheView
 from mar.head import filled
 
@@ -325,7 +327,7 @@ class CausalRunner:
         """Images [B, 3, H, W] in 0..1 of tokens [B, L, d]; None without an autoencoder."""
         if self.vae is None:
             return None
-        with self.precision.full():  # pixels do not depend on the policy
+        with self.precision.decoding():
             return to_unit(decoded(self._decode, self.target.unpatchify(tokens)))
 
     def _decode(self, latents: Tensor) -> Tensor:

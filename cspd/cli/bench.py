@@ -21,8 +21,10 @@ from cspd.device import peak_bytes, pick_device, reset_peak, seconds_of, spread,
 from cspd.engine import Engine
 from cspd.evaluation.metrics import accuracy, load_classifier, space_of
 from cspd.files import check_file, user_cache, write_bytes, write_json
-from cspd.gpu_check.cases import PARTS
-from cspd.gpu_check.run import failures, format_check, read_report, run_cases
+from cspd.gpu_check.right import RIGHT
+from cspd.gpu_check.run import failures, format_report, read_report, run_question
+from cspd.gpu_check.sizes import FULL, TINY, Settings
+from cspd.gpu_check.times import FAST, WHERE
 from cspd.heads.calibrated import Shortcut, plans
 from cspd.heads.calibration import WINDOWS, Calibration
 from cspd.method import METHODS, PUBLISHED, find, method_names, parse_method, with_method
@@ -504,21 +506,27 @@ def _show_speculative(engine: Engine, request: Request, force: bool) -> None:
     print(f"cached in {calibrations.folder_of(request, Calibration) or NO_FOLDER}, and in {user_cache()}")
 
 
-# `cspd gpu-check`: whether this GPU computes correctly, and how fast it is.
+# `cspd gpu-check`: whether this GPU computes correctly, how fast it is, and where the time goes.
+
+QUESTIONS = {question.name: question for question in (RIGHT, FAST, WHERE)}
 
 
 def run_gpu_check(args: argparse.Namespace) -> int:
+    question = QUESTIONS[args.question]
+    path = args.out / f"{args.question}.json"
     if args.show:
-        report = read_report(args.show)
+        report = read_report(question, path)
     else:
         # check everything that is cheap first: a whole check takes minutes
         device = pick_device(args.device)
         if device.type == "cpu" and not args.tiny:
             raise ValueError("there is no GPU, and official sizes take hours on a CPU: give --tiny to try the command")
-        check_file(args.out, "--out")
-        with if_stopped(lambda: f"the results so far are in {args.out}"):
-            report = run_cases(args.out, device, PARTS, tiny=args.tiny, minutes=args.minutes, overwrite=args.overwrite)
-    print(format_check(report))
+        if args.mar is not None and not (args.mar / "models" / "mar.py").is_file():
+            raise ValueError(f"--mar {args.mar} has no models/mar.py: give a clone of github.com/LTH14/mar")
+        settings = Settings(device, TINY if args.tiny else FULL, mar=args.mar and args.mar.resolve())
+        with if_stopped(lambda: f"the results so far are in {path}"):
+            report = run_question(question, path, settings, minutes=args.minutes, overwrite=args.overwrite)
+    print(format_report(question, report))
     if not args.show:
-        print(f"wrote {args.out}")
+        print(f"wrote {path}")
     return int(bool(failures(report)))

@@ -514,25 +514,32 @@ def _bench(parser: Parser) -> None:
 
 def _gpu_check(parser: Parser) -> None:
     parser.description = (
-        "Checks that this GPU computes the same as a CPU and that neither waits for the other in a round, and\n"
-        "times all official model sizes with random weights; no files are needed. Each result is written to\n"
-        "--out at once. Run the same command again to resume an interrupted check. The exit status is 1 if a\n"
-        "case failed or was lost."
+        "Asks three questions about this GPU, each by a command of at most --minutes. No files are needed: models\n"
+        "have the official sizes and random weights.\n"
+        "  right  does it compute what a CPU computes, in every mode, and read only what it may?\n"
+        "  fast   how long do whole decoded images take, beside MAR's own code?\n"
+        "  where  where does the time go: profiles of rounds, waits for the GPU, switches?\n"
+        "Each result is written to --out at once. Repeat a command to resume it. The exit status is 1 if a case\n"
+        "failed or was lost."
     )
-    parser.epilog = "examples:\n  cspd gpu-check\n  cspd gpu-check --tiny --device cpu --out tiny.json"
+    parser.epilog = (
+        "examples:\n  cspd gpu-check right\n  cspd gpu-check fast --mar ../mar"
+        "\n  cspd gpu-check where --tiny --device cpu --out tiny/"
+    )
     group = parser.add_argument_group("check")
-    text = "the report (default: %(default)s)"
-    group.add_argument("--out", type=path_argument, metavar="FILE", default=Path("gpu.json"), help=text)
+    questions = ("right", "fast", "where")
+    group.add_argument("question", choices=questions, metavar=f"{{{','.join(questions)}}}", help="what to ask")
     text = (
-        "minutes for the whole check; cases that do not fit are reported as skipped, and run when the command is"
+        "minutes for the command; a case that does not fit is reported as left out, and run when the command is"
         " repeated (default: %(default)s)"
     )
     group.add_argument("--minutes", type=whole(1, MOST_MINUTES), metavar="N", default=9, help=text)
-    text = "small models: tries the command in seconds, also on a CPU"
+    _add_path(group, "--mar", "FOLDER", "for `fast`: a clone of github.com/LTH14/mar, to time its code, too")
+    text = "small models: tries the command in a minute, also on a CPU"
     group.add_argument("--tiny", action="store_true", help=text)
     _add_device(group)
-    group.add_argument("--overwrite", action="store_true", help="start over if --out exists")
-    _add_path(group, "--show", "FILE", "only print the tables of this report")
+    _add_out(group, "gpu")
+    group.add_argument("--show", action="store_true", help="only print the report that is in --out")
 
 
 def _calibrate(parser: Parser) -> None:
@@ -755,7 +762,7 @@ def _add_machine(parser: Parser) -> None:
     """Adds flags of the device and how it computes."""
     group = parser.add_argument_group("machine")
     _add_device(group)
-    text = "fp32: float32 throughout; tf32, bf16: faster on a GPU (docs/exactness.md) (default: %(default)s)"
+    text = "fp32: float32 for all tokens; tf32, bf16: faster on a GPU (docs/exactness.md) (default: %(default)s)"
     group.add_argument("--precision", default="fp32", choices=PRECISIONS, metavar="NAME", help=text)
     text = "compile MAR's backbone, the steps of ar and speculative, and VQ layers: minutes on first use, then faster"
     _rare(group.add_argument("--compile", action="store_true", help=text))

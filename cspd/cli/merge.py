@@ -52,7 +52,8 @@ from cspd.files import (
     publishing,
     write_bytes,
 )
-from cspd.request import Request, png_of, png_text, to_pil
+from cspd.pixels import png_of, png_text, to_pil
+from cspd.request import Request
 from cspd.runs import Store, file_fingerprint, missing_files
 from cspd.terminal import install, progress_bar
 from mar.tensors import printable

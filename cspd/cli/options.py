@@ -24,8 +24,9 @@ from cspd.evaluation.run import Shards
 from cspd.files import misfit, parse_json
 from cspd.method import METHODS, Method, choose
 from cspd.models import bundled
-from cspd.option import option_names
-from cspd.request import PNG_TEXT, Label, Request
+from cspd.option import REMOVED, option_names, without_removed
+from cspd.pixels import PNG_TEXT
+from cspd.request import Label, Request
 from cspd.terminal import NO_CHARACTER, install
 
 
@@ -253,7 +254,7 @@ def defaults_like(argv: Sequence[str]) -> dict:
     wrong = misfit(settings, PNG_SHAPE)
     if wrong:
         raise ValueError(f"--like {path}: unexpected value at {wrong} of its settings: {remedy}")
-    asked = settings["request"]
+    asked = without_removed(settings["request"])
     if "known" in asked:
         raise ValueError(
             f"--like {path}: a part of this image was given, which the file does not hold: use `cspd edit`"
@@ -265,7 +266,11 @@ def defaults_like(argv: Sequence[str]) -> dict:
             f"--like {path}: it was made by {checkpoint} of the Hugging Face Hub, which is fetched only if you name it"
             f" too: add --checkpoint {checkpoint}"
         )
-    defaults = {"labels": [asked.get("label")]}
+    for name in asked.keys() & REMOVED.keys():
+        raise ValueError(
+            f"--like {path}: {name}={asked[name]!r} is gone: use the version of cspd that made the picture"
+        )
+    defaults: dict[str, Any] = {"labels": [asked.get("label")]}
     for name in ("prompt", "negative_prompt", "seed", "method", *option_names()):
         defaults[name] = asked.get(name)
     for name in (*FILES_OF_MODELS, "precision", "compiled"):

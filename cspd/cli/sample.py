@@ -41,9 +41,11 @@ from cspd.evaluation.run import (
     shards_store,
 )
 from cspd.files import Remote, append_json, misfit, ordinary, parse_json, place_of, without_none, write_bytes
+from cspd.inpainting import Inpainting, Resized, cropping, placed
 from cspd.method import Prepared
+from cspd.pixels import png_of, to_pil
 from cspd.plots import grid, token_cost_grid, usual_columns
-from cspd.request import Inpainting, Output, Request, Resized, cropping, placed, png_of, to_pil
+from cspd.request import Output, Request
 from cspd.runs import (
     LAZY,
     OPTIONAL,

@@ -22,8 +22,8 @@ from cspd.evaluation.metrics import titled
 from cspd.evaluation.scores import student_limit
 from cspd.files import link_of, write_bytes, write_json
 from cspd.method import GUARANTEES
+from cspd.pixels import png_of
 from cspd.plots import Panel, Point, beside, seed_grid, speed_quality, stacked
-from cspd.request import png_of
 from cspd.runs import model_line
 
 # The report of `cspd compare` as text, Markdown and CSV.
@@ -462,7 +462,7 @@ PAGE_COLUMNS = 10  # images of a row, at most
 MOST_WIDTH = 112  # of an image on the page, in pixels of a browser
 
 
-class Picture(NamedTuple):
+class PagePicture(NamedTuple):
     """An image of the page: its title, and the PNG file's content."""
 
     title: str
@@ -478,7 +478,7 @@ class Strip(NamedTuple):
     """A configuration's images on the page."""
 
     name: str
-    pictures: Sequence[Picture]
+    pictures: Sequence[PagePicture]
 
 
 def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
@@ -489,7 +489,7 @@ def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
     panels = _panels(report)
     plots = []
     for panel, png in zip(panels, speed_quality(panels)):
-        plots.append(Picture(f"{panel.quality} against {panel.speed}", png))
+        plots.append(PagePicture(f"{panel.quality} against {panel.speed}", png))
     heads = _heads(report)
     strips = []
     grid_rows = []
@@ -497,7 +497,7 @@ def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
         name = row["name"]
         first_images = [Image.fromarray(image) for image in row_images[: len(heads)]]
         titles = [", ".join([name, *head]) for head in heads]
-        pictures = [Picture(title, png_of(image)) for title, image in zip(titles, first_images)]
+        pictures = [PagePicture(title, png_of(image)) for title, image in zip(titles, first_images)]
         strips.append(Strip(name, pictures))
         speed = value_of(row, "speed_up")
         grid_rows.append((f"{name}\n{speed:.1f}x", first_images))
@@ -607,7 +607,9 @@ def _label(row: dict) -> tuple[str, str]:
     return name, name
 
 
-def html_page(report: dict, plots: Sequence[Picture] = (), strips: Sequence[Strip] = (), is_small: bool = False) -> str:
+def html_page(
+    report: dict, plots: Sequence[PagePicture] = (), strips: Sequence[Strip] = (), is_small: bool = False
+) -> str:
     """A page in one file: table, images, settings, what ran, and how to read it (report.html.j2).
 
     `is_small`: images are enlarged, with visible pixels.

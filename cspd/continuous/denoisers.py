@@ -166,7 +166,7 @@ DENOISERS: dict[str, Denoiser] = {}  # by name, of all samplers
 
 def add(sampler: Sampler) -> None:
     """Makes a sampler a choice of requests."""
-    options = tuple(option for option in sampler.options if option.name != "verification")  # for fixed variances only
+    options = sampler.options
     if sampler.name == "calibrated":
         options += (AUDIT,)
     DENOISERS[sampler.name] = Denoiser(sampler, options, **OWN.get(sampler.name, {}))

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from cspd import noise
 from cspd.continuous.rows import BASELINE, ContinuousRunner, Drawn, MakeRunner, Rows, run_plain_round
 from cspd.device import Precision, in_turns, seconds_of, send, unsteadiness
-from cspd.files import ArrayCache, Kind, content_hash, measured_once, of_device, remember, user_cache
+from cspd.files import ArrayCache, Entry, content_hash, measured_once, of_device, remember, user_cache
 from cspd.graphs import Graphs
 from cspd.heads.calibrated import (
     Plan,
@@ -280,7 +280,7 @@ def trace(
     return joined(parts)
 
 
-class _Progress(Recorder):
+class _ShownRecorder(Recorder):
     """A recorder that shows its progress."""
 
     def __init__(self, advance: Callable[[], None]) -> None:
@@ -296,7 +296,7 @@ def traced(
     parts: list[Trace], advance: Callable[[], None], runner: ContinuousRunner, model: str, rows: Rows, z: Tensor
 ) -> Drawn:
     """Draws an iteration's rows, adds their chains to `parts`, and calls `advance` at each step."""
-    recorder = _Progress(advance)
+    recorder = _ShownRecorder(advance)
     made = BASELINE.denoise(runner, model, rows, z, observers=(recorder,))
     parts.append(recorder.trace(made.tokens, rows.seed))
     return made
@@ -323,7 +323,7 @@ class Fitted:
         """Steps of head calls; equal for both models, since CSpD compares their chains."""
         return self.runner.tuning.calibrations["target"].plan(self.request, head_calls).steps
 
-    def chains(self, chain: Chain, window: int | None, draft: str, verification: str) -> Chains | None:
+    def chains(self, chain: Chain, window: int | None, draft: str) -> Chains | None:
         """Empty `Chains` for these tokens; None if nothing is drafted."""
         if not window:
             return None
@@ -358,7 +358,6 @@ class Fitted:
             graphs=runner.graphs,
             trace_sigma=trace_sigma,
             drafting=self.model == "draft",
-            by_block=request.verification == "block",
             compiled=runner.tuning.compiled,
         )
 
@@ -504,7 +503,7 @@ class Calibrations:
         """The predictor for a request's guidance, temperature and T."""
         return self._cache.get(Predictor, self._settings(request, Predictor), lambda: self._fit_predictor(request))
 
-    def find(self, request: Request, kind: type[Kind]) -> Kind | None:
+    def find(self, request: Request, kind: type[Entry]) -> Entry | None:
         """The cached fit of a kind for a request's settings; None if it has not been made."""
         return self._cache.find(kind, self._settings(request, kind))
 
@@ -519,7 +518,7 @@ class Calibrations:
         """The shortcut for a resolved request's guidance, temperature, T, head_calls and null_every."""
         return self._cache.get(Shortcut, self._settings(request, Shortcut), lambda: self._fit_shortcut(request))
 
-    def cached(self, request: Request, kind: type[Kind], own: Mapping, make: Callable[[], Kind]) -> Kind:
+    def cached(self, request: Request, kind: type[Entry], own: Mapping, make: Callable[[], Entry]) -> Entry:
         """Other arrays that depend on a request's chains and on the settings `own`: from the cache, or made."""
         return self._cache.get(kind, {**self._of_chains(request), **own}, make)
 

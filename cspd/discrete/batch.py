@@ -1,4 +1,4 @@
-"""The inputs of a VQ round: the batch, the key-value cache, and past features of the target."""
+"""The inputs of a VQ round: the batch, and past features of the target."""
 
 from __future__ import annotations
 
@@ -11,155 +11,19 @@ import torch
 from torch import Tensor
 
 from cspd.discrete.gpt import GPTConfig
+from cspd.discrete.kv_cache import rows_of
 from cspd.discrete.rules import MIN_TEMPERATURE, MIXED, Filter, filter_numbers
 from cspd.request import Request, Sequence
-from cspd.transformer import CacheView, steps
+from cspd.transformer import steps
 
-# Keys and values of running sequences, and the mask of a forward pass.
-
-MOST_NODES = 80  # the maximum number of inputs of one forward pass: the root and the drafted tokens
-WIDTH_STEP = 8  # widths are multiples of this, so that shapes repeat
-
-
-def rows_of(slot: Tensor, first: int | None, num_branches: int) -> Tensor | slice:
-    """Cache rows [B * branches] of sequences, with a sequence's branches side by side.
-
-    Args:
-        slot: int64 [B], ascending. first: the first slot if slots are consecutive, otherwise None.
-        num_branches: 2 with guidance, otherwise 1.
-    """
-    if first is None:
-        rows = 2 * slot.unsqueeze(1) + steps(num_branches, slot.device)
-        return rows.flatten()
-    # a slice is a view; an index would copy
-    begin = 2 * first
-    last = begin + 2 * (len(slot) - 1)
-    return slice(begin, last + 2) if num_branches == 2 else slice(begin, last + 1, 2)
-
-
-def most_columns(config: Any) -> int:
-    """The maximum number of columns per sequence: its condition, its tokens, and tokens drafted beyond the end."""
-    columns = config.prefix_length - 1 + config.block_size + MOST_NODES
-    if config.row_end is not None:  # see `cspd.discrete.runner`
-        row_ends = config.grid + MOST_NODES // config.grid
-        siblings = 2 * MOST_NODES
-        columns += row_ends + siblings + 2
-    return stepped(columns)
-
-
-def stepped(width: int) -> int:
-    """A width rounded up to a multiple of WIDTH_STEP."""
-    return -(-width // WIDTH_STEP) * WIDTH_STEP
-
-
-class Cache:
-    """Keys and values, [2, layers, 2 * slots, heads, columns, head_dim], allocated once.
-
-    Rows 2s and 2s + 1 hold the conditional and the unconditional branch of slot s. The condition's inputs are in the
-    first columns. The input at position p is p columns after the last of these; drafted tokens follow it.
-    """
-
-    def __init__(
-        self, config: Any, columns: int, layers: int, num_slots: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        shape = (2, layers, 2 * num_slots, config.key_heads, columns, config.head_dim)
-        self.tensor = torch.zeros(shape, device=device, dtype=dtype)
-        keys, values = self.tensor
-        self._keys = keys.unbind()
-        self._values = values.unbind()
-        # for each row and head, the number of vectors that come before its own in memory
-        heads = torch.arange(self.tensor.shape[:-2].numel(), device=device)
-        self._before = columns * heads.view(2 * layers, 2 * num_slots, -1)
-
-    def clear(self, slots: Tensor) -> None:
-        """Zeroes slots, int64 [n]. Masked values have weight 0, but NaN times 0 would be NaN."""
-        self.tensor.unflatten(2, (-1, 2)).index_fill_(2, slots, 0)
-
-    def look(
-        self,
-        rows: Tensor | slice,
-        start: Tensor,
-        most: int,
-        together: bool,
-        count: int,
-        seen: Tensor | None = None,
-        columns: Tensor | None = None,
-    ) -> tuple[CacheView, Tensor | None]:
-        """The columns that a forward pass writes to, and the columns that each input looks at.
-
-        Args:
-            rows: int64 [R] or a slice. start: int64 [R], the column of the first input. most: an upper bound of
-                `start`, a Python integer. together: whether all of `start` equal it. count: N, inputs per row.
-            seen, columns: as in `cspd.discrete.runner.VQRunner.features`.
-
-        Returns:
-            The view, and a mask, bool [R or 1, 1, N, width], or None if all inputs look at all columns.
-        """
-        own = steps(count, start.device) if columns is None else columns
-        num_seen = count if seen is None else seen.shape[-1] - 2
-        width = most + num_seen
-        if not together:  # then a mask is needed anyway, and a wider one makes fewer different shapes
-            width = min(stepped(width), self.tensor.shape[4])
-
-        # where keys and values go
-        targets: Tensor | slice
-        if together and columns is None:
-            targets = slice(most, most + count)
-        else:
-            targets = start.unsqueeze(1) + own
-        view = self.view(rows, targets, width)
-
-        # which columns each input looks at; if all are together, one mask serves all
-        if together and seen is None and count == 1:
-            return view, None
-        first = start[:1] if together else start
-        if seen is None:
-            last = first.unsqueeze(1) + own
-            mask = steps(width, start.device) <= last.unsqueeze(-1)
-        else:
-            mask = mask_of(first if seen.dim() == 2 else start, seen, width)
-        return view, mask.unsqueeze(1)
-
-    def view(self, rows: Tensor | slice, columns: Tensor | slice, width: int) -> CacheView:
-        """The part of the cache that a forward pass reads and writes; arguments as of `CacheView`."""
-        return CacheView(self._keys, self._values, rows, columns, width)
-
-    def move(self, rows: Tensor | slice, source: Tensor, target: Tensor) -> None:
-        """Copies columns `source` [R, n] of R rows onto columns `target` [R, n]."""
-        before = self._before[:, rows].unsqueeze(-1)
-        source = (before + source.unsqueeze(1)).flatten()
-        target = (before + target.unsqueeze(1)).flatten()
-        vectors = self.tensor.flatten(end_dim=-2)
-        vectors.index_copy_(0, target, vectors.index_select(0, source))
-
-
-def seen_of(sees: Tensor) -> Tensor:
-    """bool [..., N, M + 2]: `sees` [..., N, M] between a column of True (all before) and one of False (all after)."""
-    column = (*sees.shape[:-1], 1)
-    before = sees.new_ones(column)
-    beyond = sees.new_zeros(column)
-    return torch.cat([before, sees, beyond], -1)
-
-
-def mask_of(start: Tensor, seen: Tensor, width: int) -> Tensor:
-    """bool [R, N, width]: True before column start [R]; from it on, the columns of a `seen_of` mask."""
-    # by a gather, since `start` is on the device and differs from row to row
-    num_inputs, num_seen = seen.shape[-2:]
-    column = steps(width + 1, start.device)[1:]
-    index = column - start.unsqueeze(1)  # in `seen`, whose column 0 stands for all before start
-    index = index.clamp(0, num_seen - 1).unsqueeze(1)
-    seen = seen.expand(len(start), -1, -1)
-    return seen.gather(2, index.expand(-1, num_inputs, -1))
-
-
-# The sequences of one round, described on the CPU (`Kind`) and on the device (`Batch`).
+# The sequences of one round, described on the CPU (`RoundKind`) and on the device (`Batch`).
 
 LEAST_BUCKET = 64  # the smallest bound on committed tokens of a graph of fixed shape
 BUCKETS = 4  # from one power of two to the next
 MAX_PREFILLED = 4096  # inputs of one forward pass that prefills, over all its sequences, which bounds its memory
 
 
-class Kind(NamedTuple):
+class RoundKind(NamedTuple):
     """The shape of a round, apart from the settings that its requests share.
 
     Attributes:
@@ -184,7 +48,7 @@ class Kind(NamedTuple):
         """Whether all sequences have equally many committed tokens."""
         return self.least == self.most
 
-    def bucketed(self) -> Kind:
+    def bucketed(self) -> RoundKind:
         """The kind that a graph is made for: there are few, so that one graph serves many numbers of tokens."""
         first = 0 if self.first_slot == 0 else None  # 0 if all slots are taken, or requests come one at a time
         return self._replace(first_slot=first, least=0, most=bucket(self.most))
@@ -211,7 +75,7 @@ class Batch:
     """
 
     request: Request
-    kind: Kind
+    kind: RoundKind
     num_committed: Tensor
     committed_rows: Tensor
     slot: Tensor
@@ -244,7 +108,9 @@ def by_slot(sequences: list[Sequence]) -> list[Sequence]:
     return sorted(sequences, key=lambda sequence: sequence.slot)
 
 
-def packed(sequences: list[Sequence], config: GPTConfig, ahead: Set[Sequence], most_ahead: int) -> tuple[Kind, Tensor]:
+def packed(
+    sequences: list[Sequence], config: GPTConfig, ahead: Set[Sequence], most_ahead: int
+) -> tuple[RoundKind, Tensor]:
     """Packs the numbers of a round into one tensor, for one copy to the device, where `unpacked` reads them.
 
     Args:
@@ -267,7 +133,7 @@ def packed(sequences: list[Sequence], config: GPTConfig, ahead: Set[Sequence], m
     whole = torch.tensor([slots, seeds, iterations, counts])
     real = torch.tensor([cfg, divisors, masses], dtype=torch.float64)
     is_consecutive = slots[-1] - slots[0] < len(slots)
-    kind = Kind(
+    kind = RoundKind(
         size=len(sequences),
         first_slot=slots[0] if is_consecutive else None,
         num_branches=2 if sequences[0].request.guided else 1,
@@ -301,7 +167,7 @@ def per_branch(tensor: Tensor, num_branches: int) -> Tensor:
     return tensor.repeat_interleave(num_branches, 0) if num_branches > 1 else tensor
 
 
-def unpacked(request: Request, kind: Kind, numbers: Tensor, all_committed: Tensor) -> Batch:
+def unpacked(request: Request, kind: RoundKind, numbers: Tensor, all_committed: Tensor) -> Batch:
     """The batch on the device, from the result of `packed`. all_committed: int64 [slots], committed tokens."""
     slot, seed, iteration, count = numbers[:4]
     scale, temperature, mass = numbers[4:].view(torch.float64).float()

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from cspd.device import Report, send_integers
-from cspd.discrete.batch import MOST_NODES, Batch, by_slot, packed, unpacked
+from cspd.discrete.batch import Batch, by_slot, packed, unpacked
+from cspd.discrete.kv_cache import MOST_NODES
 from cspd.discrete.prices import Verification, audited, num_draws
 from cspd.discrete.rules import (
     DIALS,
@@ -32,7 +33,7 @@ from cspd.discrete.rules import (
     sample,
 )
 from cspd.discrete.runner import VQRunner
-from cspd.discrete.trees import Draws, Shape, Verified, chain_shape, follow, grown, walk
+from cspd.discrete.trees import Shape, TreeDraws, Verified, chain_shape, follow, grown, walk
 from cspd.method import Method, find
 from cspd.noise import MAX_INDEX, Purpose, check_indices
 from cspd.option import Option, check_integer
@@ -55,7 +56,7 @@ class Drafted(NamedTuple):
     shape: Shape
     tokens: Tensor
     Q: Tensor | None
-    draws: Draws | None = None
+    draws: TreeDraws | None = None
 
 
 @dataclass(frozen=True)
@@ -284,7 +285,7 @@ def sample_next(runner: VQRunner, batch: Batch) -> Tensor:
     return no_draft
 
 
-def draw_tree(runner: VQRunner, batch: Batch, shape: Shape) -> Draws:
+def draw_tree(runner: VQRunner, batch: Batch, shape: Shape) -> TreeDraws:
     """The uniform draws of a round that verifies a tree, by one call of the generator."""
     num_positions = 1 + shape.height
     counts = (shape.num_nodes, shape.num_nodes, num_positions)
@@ -295,7 +296,7 @@ def draw_tree(runner: VQRunner, batch: Batch, shape: Shape) -> Draws:
     ahead = torch.cat([of_nodes, of_nodes, of_positions], -1)
     draws = runner.uniform(batch, purpose, ahead, index, fresh)
     tokens, nodes, rejected = draws.split(counts, 1)
-    return Draws(tokens, nodes, runner.drawn(batch, position), rejected)
+    return TreeDraws(tokens, nodes, runner.drawn(batch, position), rejected)
 
 
 @functools.lru_cache(maxsize=64)
@@ -566,7 +567,7 @@ def _eagle_root(runner: VQRunner, batch: Batch, height: int) -> Tensor:
     return _pick(features, root)
 
 
-class Level(NamedTuple):
+class TreeLevel(NamedTuple):
     """The n nodes of a static tree that have children, at one depth.
 
     Attributes:
@@ -587,7 +588,7 @@ class Level(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _static_tree(height: int, device: torch.device) -> tuple[Shape, list[Level], Tensor]:
+def _static_tree(height: int, device: torch.device) -> tuple[Shape, list[TreeLevel], Tensor]:
     """EAGLE-1's tree down to a height, its levels, and the indices of its inner nodes in all levels, int64 [M]."""
     # nodes are numbered depth by depth
     num_children = {path: count for path, count in EAGLE_TREE.items() if len(path) < height}
@@ -613,7 +614,7 @@ def _static_tree(height: int, device: torch.device) -> tuple[Shape, list[Level],
     return shape, levels, torch.searchsorted(of_levels, shape.inner)
 
 
-def _level(shape: Shape, nodes: Tensor, width: int) -> Level:
+def _level(shape: Shape, nodes: Tensor, width: int) -> TreeLevel:
     """The level of these nodes, which have at most `width` children each."""
     rows = (shape.inner == nodes.unsqueeze(1)).int().argmax(1)
     children = shape.children[rows, :width]
@@ -621,7 +622,7 @@ def _level(shape: Shape, nodes: Tensor, width: int) -> Level:
     is_present = flat >= 0
     is_inner = is_present & torch.isin(flat, shape.inner)
     inner = torch.where(is_inner)[0]
-    return Level(
+    return TreeLevel(
         nodes,
         shape.depth[nodes],
         shape.seen[nodes],

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cspd.discrete.batch import MOST_NODES, Batch
+from cspd.discrete.batch import Batch
 from cspd.discrete.drafts import Drafted, by_budget, check_rule, commit, explain, near_of, outcome, price, run
+from cspd.discrete.kv_cache import MOST_NODES
 from cspd.discrete.prices import Verification
 from cspd.discrete.rules import (
     MIXED,
@@ -45,7 +46,7 @@ class Comb:
         siblings: int64 [D, K - 1], the siblings' nodes.
         shape: the comb as a tree.
         streams: the purpose, distance ahead and index of a round's uniform draws, int64 [n] each, in the order of
-            `Draws`. counts: the number of draws of each kind.
+            `WindowDraws`. counts: the number of draws of each kind.
     """
 
     path: int
@@ -145,7 +146,7 @@ def cached_windows(runner: VQRunner, path: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :path], Q[:, :path]
 
 
-class Draws(NamedTuple):
+class WindowDraws(NamedTuple):
     """A round's random numbers, uniform draws except `fill`.
 
     Attributes:
@@ -162,13 +163,13 @@ class Draws(NamedTuple):
     beside: Tensor
 
 
-def draw(runner: VQRunner, batch: Batch, comb: Comb) -> Draws:
+def draw(runner: VQRunner, batch: Batch, comb: Comb) -> WindowDraws:
     """The random numbers of a round, by one call of the generator."""
     draws = runner.uniform(batch, *comb.streams)
     tokens, fill, siblings, path, beside = draws.split(comb.counts, 1)
     size = comb.siblings.shape
     fill = (fill * runner.config.vocab_size).long()
-    return Draws(tokens, fill, siblings.unflatten(1, size), path, beside.unflatten(1, size))
+    return WindowDraws(tokens, fill, siblings.unflatten(1, size), path, beside.unflatten(1, size))
 
 
 def slide(
@@ -177,7 +178,7 @@ def slide(
     tokens: Tensor,
     P: Tensor,
     accepted: Tensor,
-    draws: Draws,
+    draws: WindowDraws,
 ) -> None:
     """Moves every window behind its committed tokens: `tokens` [B, F] and their P move up, random tokens follow."""
     path = tokens.shape[1]
@@ -367,7 +368,7 @@ def _verify_and_redraw(runner: VQRunner, batch: Batch) -> Tensor:
     return outcome(runner, verdict.accepted, verdict.bound, audit, verdict.tried, accepted)
 
 
-def _draft(runner: VQRunner, batch: Batch, comb: Comb, rule: Rule, draws: Draws) -> Window:
+def _draft(runner: VQRunner, batch: Batch, comb: Comb, rule: Rule, draws: WindowDraws) -> Window:
     """The window that the last round left, with siblings; random tokens for a new request."""
     cached_tokens, cached_Q = cached_windows(runner, comb.path)
     is_new = (batch.iteration == 0).unsqueeze(1)
@@ -395,7 +396,9 @@ def _verify(runner: VQRunner, batch: Batch, comb: Comb, rule: Rule, window: Wind
     return runner.distributions(batch, features, soft=rule.greedy)
 
 
-def _verify_path(rule: Rule, window: Window, P: Tensor, draws: Draws, near: Tensor | None = None) -> SiblingVerdicts:
+def _verify_path(
+    rule: Rule, window: Window, P: Tensor, draws: WindowDraws, near: Tensor | None = None
+) -> SiblingVerdicts:
     """Verifies every token of the first path alone, with P after the old tokens before it (lines 5 to 8)."""
     path = window.tokens.shape[1]
     depth = steps(path + 1, P.device)[1:]
@@ -410,7 +413,7 @@ def _verdict(
     window: Window,
     P: Tensor,
     on_path: SiblingVerdicts,
-    draws: Draws,
+    draws: WindowDraws,
     room: Tensor,
     near: Tensor | None,
 ) -> Verdict:
@@ -449,7 +452,7 @@ def _verify_beside(
     residual: Tensor,
     prefix: Tensor,
     rejected: Tensor,
-    draws: Draws,
+    draws: WindowDraws,
     near: Tensor | None,
 ) -> tuple[Tensor, Tensor, SiblingVerdicts]:
     """Verifies the siblings of rejected tokens. Returns the token, or -1, and the node of the accepted one, int64 [B].
@@ -482,7 +485,7 @@ def _commit(
     comb: Comb,
     window: Window,
     verdict: Verdict,
-    draws: Draws,
+    draws: WindowDraws,
 ) -> None:
     """Commits the accepted prefix, the sibling after it if one was accepted, and one token more."""
     prefix = verdict.prefix.unsqueeze(1)
@@ -506,7 +509,7 @@ def _commit(
 
 
 def _redraw_path(
-    rule: Rule, window: Window, P: Tensor, on_path: SiblingVerdicts, draws: Draws, continuation: bool
+    rule: Rule, window: Window, P: Tensor, on_path: SiblingVerdicts, draws: WindowDraws, continuation: bool
 ) -> Tensor:
     """Tokens int64 [B, F] that follow P, for the next round's window.
 

@@ -14,27 +14,20 @@ from torch.nn import functional
 
 from cspd import noise as philox_noise
 from cspd.device import Precision, send, send_integers
-from cspd.discrete.batch import (
-    MOST_NODES,
-    Batch,
-    Cache,
-    PastFeatures,
-    alike,
-    most_columns,
-    packed,
-    per_branch,
-    stepped,
-    unpacked,
-)
+from cspd.discrete.batch import Batch, PastFeatures, alike, packed, per_branch, unpacked
 from cspd.discrete.gpt import GPT, Eagle, VQModel, sample_published
+from cspd.discrete.kv_cache import MOST_NODES, KVCache, most_columns, stepped
 from cspd.discrete.registry import defaults_of
+from cspd.discrete.row_ends import RowColumns, mask_with_row_ends, reserved, row_columns, sees_with_row_ends
 from cspd.discrete.rules import guide, likeliest_point, probabilities
 from cspd.discrete.text import PLACE, TextEncoder
 from cspd.graphs import Graphs, compiled
+from cspd.inpainting import Inpainting, remembered
 from cspd.method import Method, complete, with_tokens
 from cspd.noise import Purpose
 from cspd.option import VQ_OPTIONS
-from cspd.request import Inpainting, Request, Sequence, Stopwatch, decoded, remembered, to_unit
+from cspd.pixels import decoded, to_unit
+from cspd.request import Request, Sequence, Stopwatch
 from cspd.terminal import shortened
 from cspd.transformer import CacheView, steps
 
@@ -65,64 +58,6 @@ def _without_slices(view: CacheView) -> CacheView:
     return view
 
 
-# Some models end each row of tokens with a row end: an input that is not a token. It always follows, so that no forward
-# pass has to predict it.
-#
-# The input at position p is the token before p. If p begins a row, there are two inputs: that token, then the row end,
-# after which token p is predicted. One forward pass takes both. The row end has the input's index, and the token is
-# appended behind all other inputs. So methods and EAGLE's drafter need not know about row ends.
-#
-# The cache has its columns in the order of tokens and row ends. An input whose node number equals its depth (the first
-# path) is written to the column where it would stay if it were accepted. Other inputs (siblings) are written beyond
-# those columns, two columns each. An index without a second input writes to the last column, which is never read.
-
-
-def _reserved(side: int) -> int:
-    """The number of columns from the root on for a forward pass's first path; siblings are written after them."""
-    return MOST_NODES + MOST_NODES // side + 1
-
-
-class RowColumns(NamedTuple):
-    """The cache columns of inputs at positions [R, N], for a model with row ends.
-
-    Attributes:
-        position: int64 [R, N], the input's position in the sequence of tokens and row ends, for the rotary angles.
-        is_end: bool [R, N], whether the input is a row end.
-        inputs, tokens: int64 [R, N], the cache columns of the input and, if it is a row end, of the token before it.
-    """
-
-    position: Tensor
-    is_end: Tensor
-    inputs: Tensor
-    tokens: Tensor
-
-
-def _sees_with_row_ends(sees: Tensor, is_end: Tensor, doubled: Tensor) -> Tensor:
-    """Which inputs each input looks at after the tokens before row ends were appended: bool [R, N + E, N + E].
-
-    Args:
-        sees: bool [R, N, N], the same before that. is_end: bool [R, N], which inputs are row ends.
-        doubled: int64 [R, E], indices of all row ends, and of other inputs if there are fewer than E.
-    """
-    count = sees.shape[1]
-    is_doubled = is_end.gather(1, doubled)
-
-    # an appended token looks at the inputs that its row end looks at ...
-    rows = doubled.unsqueeze(-1).expand(-1, -1, count)
-    of_appended = sees.gather(1, rows)
-    by_all = torch.cat([sees, of_appended], 1)
-
-    # ... and an input that looks at a row end looks at the token before it
-    columns = doubled.unsqueeze(1).expand(-1, by_all.shape[1], -1)
-    at_appended = by_all.gather(2, columns) & is_doubled.unsqueeze(1)
-
-    # but the row end comes after its token
-    is_own_end = steps(count, sees.device) == doubled.unsqueeze(-1)
-    hidden = is_own_end & is_doubled.unsqueeze(-1)
-    at_inputs = torch.cat([sees, of_appended & ~hidden], 1)
-    return torch.cat([at_inputs, at_appended], 2)
-
-
 # A condition (a class or a prompt) is a prefix of inputs: one for a class, one for each token of a prompt. Its last
 # input is the root of the first round. The inputs before it pass through the models when a sequence is admitted.
 #
@@ -149,7 +84,7 @@ class Conditions:
         self.before = cast(Tensor, None if has_classes else torch.zeros(rows, dtype=torch.int64, device=device))
 
     def columns(self, batch: Batch, position: Tensor) -> Tensor:
-        """Cache columns of inputs at positions [R], one position per row of a batch."""
+        """KVCache columns of inputs at positions [R], one position per row of a batch."""
         return position if self.before is None else position + self.before[batch.rows]
 
     def positions(self, batch: Batch, config: Any, position: Tensor) -> Tensor:
@@ -261,7 +196,7 @@ class VQRunner:
         # what the models have computed for them
         self.conditions = Conditions(self.models, num_slots, device)
         self.past = PastFeatures(num_slots, length, self.config.dim, device)
-        self._caches: dict[str, Cache] = {}
+        self._caches: dict[str, KVCache] = {}
         self._encode_once = remembered(self._encode)
 
         # what methods leave from round to round
@@ -499,13 +434,13 @@ class VQRunner:
         if self._watch is not None:
             self._watch.start(phase)
 
-    def cache(self, model: str) -> Cache:
+    def cache(self, model: str) -> KVCache:
         """The key-value cache of "target", "draft" or "eagle", allocated on first use."""
         if model not in self._caches:
             module = self.models[model]
             columns = most_columns(self.config)  # the target's: a drafter's weights do not tell the block size
             dtype = self.precision.type_of(module)
-            cache = Cache(module.config, columns, len(module.layers), self.num_slots, self.device, dtype)
+            cache = KVCache(module.config, columns, len(module.layers), self.num_slots, self.device, dtype)
             self._caches[model] = cache
         return self._caches[model]
 
@@ -532,7 +467,7 @@ class VQRunner:
         """Features [R, N, dim] after inputs [R, N, dim] at positions [R, N].
 
         Args:
-            mask, view: as `Cache.look` returns them. past: [R, N, dim], for "eagle": the features before the inputs.
+            mask, view: as `KVCache.look` returns them. past: [R, N, dim], for "eagle": the features before the inputs.
         """
         module = self.models[model]
         layers = _layers
@@ -542,24 +477,8 @@ class VQRunner:
             return layers(module, inputs, module.table(position), mask, view, past)
 
     def _row_columns(self, batch: Batch, position: Tensor, depth: Tensor, node: Tensor) -> RowColumns:
-        """The columns of the inputs of nodes int64 [N] or [R, N].
-
-        Args:
-            position: int64 [R, N], of these inputs; the first is the root's. depth: int64 [N] or [R, N], their
-                distance from the root.
-        """
-        side = self.config.grid
-        before = self.conditions.before[batch.rows].unsqueeze(1)
-        own = before + position + position // side
-        is_end = (position % side == 0) & (position > 0)
-
-        # accepted inputs of the first path stay where they are written; siblings are written beyond them
-        on_first_path = depth == node
-        sibling = own[:, :1] + _reserved(side) + 2 * node
-        inputs = torch.where(on_first_path, own, sibling)
-        tokens = torch.where(on_first_path, own - 1, sibling + 1)
-        never_read = most_columns(self.config) - 1
-        return RowColumns(own, is_end, inputs, torch.where(is_end, tokens, never_read))
+        before = self.conditions.before[batch.rows]
+        return row_columns(before, position, depth, node, self.config.grid, most_columns(self.config) - 1)
 
     def _features_with_row_ends(
         self,
@@ -595,28 +514,16 @@ class VQRunner:
 
         # the mask over all columns, then those that are looked at
         sees = (node <= node.unsqueeze(1)) if seen is None else seen[..., 1:-1]
-        sees = _sees_with_row_ends(sees.expand(len(start), -1, -1), is_end, doubled)
+        sees = sees_with_row_ends(sees.expand(len(start), -1, -1), is_end, doubled)
         first_column = columns.position[:, :1] - is_end[:, :1].long()
-        mask = self._mask_with_row_ends(sees, first_column, column)
+        mask = mask_with_row_ends(sees, first_column, column, most_columns(self.config))
         width = self.config.prefix_length + most + most // side + count + count // side + 1
         if seen is not None:  # siblings lie beyond the first path
-            width += _reserved(side) + 2 * count
+            width += reserved(side) + 2 * count
         width = min(stepped(width), mask.shape[-1])
         view = self.cache(model).view(batch.rows, column, width)
         features = self._through_layers(model, inputs, layer_position, mask[..., :width].unsqueeze(1), view)
         return features[:, :count]
-
-    def _mask_with_row_ends(self, sees: Tensor, first_column: Tensor, column: Tensor) -> Tensor:
-        """bool [R, n, columns]: every input looks at all columns before the root, and at inputs of its forward pass.
-
-        Args:
-            sees: bool [R, n, n], which of these. first_column: int64 [R, 1], of the root or the token before it.
-            column: int64 [R, n], of each input.
-        """
-        count = sees.shape[1]
-        before_root = steps(most_columns(self.config), sees.device) < first_column
-        mask = before_root.unsqueeze(1).repeat(1, count, 1)
-        return mask.scatter_(2, column.unsqueeze(1).expand(-1, count, -1), sees)
 
     # What a method asks during a round
 
@@ -787,7 +694,7 @@ class VQRunner:
         tokenizer = self.models["tokenizer"]
         if tokenizer is None:
             return None
-        with self.precision.full():
+        with self.precision.decoding():
             images = decoded(tokenizer.decode, tokens.clamp(min=0))
         if images.shape[-1] > self.image_size:
             images = functional.interpolate(images, (self.image_size, self.image_size), mode="bicubic")

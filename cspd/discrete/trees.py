@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cspd.discrete.batch import seen_of
+from cspd.discrete.kv_cache import seen_of
 from cspd.discrete.prices import Verification
 from cspd.discrete.rules import TINY, Rule, point, sample, without
 from cspd.transformer import steps
@@ -496,7 +496,7 @@ def follow(shape: Shape, tokens: Tensor, drawn: Tensor, room: Tensor) -> Verifie
     return Verified(count, path, last, _tried(shape, path, count, room), no_bound)
 
 
-class Draws(NamedTuple):
+class TreeDraws(NamedTuple):
     """The uniform draws for a tree.
 
     Attributes:
@@ -517,7 +517,7 @@ def walk(
     tokens: Tensor,
     P: Tensor,
     Q: Tensor | None,
-    draws: Draws,
+    draws: TreeDraws,
     room: Tensor,
     near: Tensor | None = None,
 ) -> Verified:

@@ -7,8 +7,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from cspd.discrete.batch import MOST_NODES, Batch, seen_of
+from cspd.discrete.batch import Batch
 from cspd.discrete.drafts import count_round, finished, launch
+from cspd.discrete.kv_cache import MOST_NODES, seen_of
 from cspd.discrete.rules import MIXED, sample
 from cspd.discrete.runner import VQRunner
 from cspd.method import Method

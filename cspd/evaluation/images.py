@@ -20,7 +20,9 @@ from tqdm import tqdm
 
 from cspd.evaluation.arrays import beginning, read_arrays
 from cspd.files import Place, check_file, checked_json, explained, misfit, ordinary, parse_json, publishing
-from cspd.request import PNG_TEXT, Request, of_8_bits, to_uint8
+from cspd.inpainting import of_8_bits
+from cspd.pixels import PNG_TEXT, to_uint8
+from cspd.request import Request
 
 # Images to be measured, with 8 bits per channel, in memory or in a folder.
 

@@ -61,7 +61,7 @@ from cspd.files import (
     write_item,
 )
 from cspd.models import bundled, bundled_folder
-from cspd.request import to_pil
+from cspd.pixels import to_pil
 from cspd.runs import file_fingerprint, together
 from cspd.terminal import choice, install, progress_bar, telling
 from mar.checkpoint import fill

@@ -33,8 +33,10 @@ from cspd.files import (
     write_item,
 )
 from cspd.method import method_of
+from cspd.option import without_removed
+from cspd.pixels import to_pil, to_uint8
 from cspd.plots import grid
-from cspd.request import Output, Request, to_pil, to_uint8
+from cspd.request import Output, Request
 from cspd.runs import STATS, InUse, Store, earlier_choices, missing_files, summary_of, write_png
 from cspd.terminal import MOST, progress_bar, shortened
 
@@ -318,7 +320,7 @@ def run_in(folder: Place) -> Shards:
 
 def _request_of(manifest: Mapping) -> Request:
     """The settings that all images share. Raises TypeError for unknown ones."""
-    return Request(**{name: value for name, value in manifest["request"].items() if name not in OWN})
+    return Request(**{name: value for name, value in without_removed(manifest["request"]).items() if name not in OWN})
 
 
 def arrays_of(outputs: Sequence[Output]) -> dict[str, np.ndarray]:

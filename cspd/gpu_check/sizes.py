@@ -1,34 +1,35 @@
-"""What a GPU check runs on: models of official size with random weights, or small ones that finish in seconds."""
+"""What a GPU check runs on: models of official size, or small ones that finish in seconds."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from cspd.discrete.gpt import GPTConfig
+from cspd.causal.autoencoders import SphereVAEConfig
+from cspd.causal.models import CausalConfig
+from cspd.causal.registry import CAUSALS
+from cspd.discrete.gpt import GPTConfig, VQConfig
 from cspd.discrete.registry import GPTS
-from cspd.method import PUBLISHED
 from mar.checkpoint import MARS
 from mar.model import MARConfig
-
-STEPS = 100  # T: the bundled model's, so that its calibrations fit
-MODES: dict[str, dict[str, Any]] = {  # how an engine runs its rounds
-    "eager": {"compiled": False, "graphs": False},
-    "graphs": {"compiled": False, "graphs": True},
-    "compiled": {"compiled": True, "graphs": False},
-}
+from mar.vae import KLConfig
 
 
-class Setting(NamedTuple):
-    """A setting that MAR is timed at: a size of `Scale.mars`, images at once, K, precision, and one of `MODES`."""
+class Subject(NamedTuple):
+    """A model that is run: a family, and a size of `Scale`."""
 
+    family: str
     size: str
-    batch: int
-    num_iter: int
-    precision: str
-    mode: str
+
+    def __str__(self) -> str:
+        return f"{ {'VQ': 'LlamaGen', 'causal': 'SphereAR'}.get(self.family, self.family) }-{self.size}"
+
+
+MAR_L, VQ_L, SPHERE_L = (Subject(family, "L") for family in ("MAR", "VQ", "causal"))
 
 
 @dataclass(frozen=True, eq=False)  # so that it can be the key of a cache
@@ -36,68 +37,49 @@ class Scale:
     """The sizes of everything.
 
     Attributes:
-        is_tiny: what takes half a minute on a CPU is skipped.
-        matmul: side of the matrices; a buffer that is copied has 16 bytes for each entry of one.
-        mars, gpts: the timed models. mar_draft, gpt_draft: smaller models that draft for them.
-        settings, more_settings: of the timed MAR models, the most important ones first.
-        methods, more_methods: timed at all of these settings, and at the first one of `more_settings`.
-        gpt_batches: images at once. rounds: timed at each of several moments of an image.
-        test_images: of each sample of a two-sample test.
+        is_tiny: everything is small, and what takes half a minute on a CPU is skipped.
+        mars, gpts, causals: models by size. vae, tokenizer, sphere_vae: their decoders.
+        cells: images at once, and the models that are timed, the most important ones first.
+        num_iter, window: of MAR, and of speculation. plan: the rounds and refreshes of `budget`.
     """
 
     is_tiny: bool
-    matmul: int
     mars: dict[str, MARConfig]
-    mar_draft: MARConfig
-    settings: tuple[Setting, ...]
-    more_settings: tuple[Setting, ...]
-    methods: tuple[str, ...]
-    more_methods: tuple[str, ...]
     gpts: dict[str, GPTConfig]
-    gpt_draft: GPTConfig
-    gpt_batches: tuple[int, ...]
-    rounds: int
-    test_images: int
+    causals: dict[str, CausalConfig]
+    vae: KLConfig
+    tokenizer: VQConfig
+    sphere_vae: SphereVAEConfig
+    cells: tuple[tuple[int, tuple[Subject, ...]], ...]
+    num_iter: int
+    window: int
+    plan: tuple[str, str]
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The device and the sizes of a check."""
-
-    device: torch.device
-    scale: Scale
-
-    @property
-    def cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-
-_FULL = Setting("B", 8, 64, "bf16", "graphs")
+_MARS = tuple(Subject("MAR", size) for size in "LBH")
+_OTHERS = (VQ_L, SPHERE_L, Subject("VQ", "XL"), Subject("VQ", "B"), Subject("causal", "B"))
+# 22 rounds, 7 of them full: more of both in the beginning, as in plans of `budget`
+_ROUNDS = "0,2,4,6,9,11,14,17,20,23,26,29,32,35,39,42,45,49,52,56,59,63"
 FULL = Scale(
     is_tiny=False,
-    matmul=8192,
-    mars={size: MARS[f"mar_{name}"].config for size, name in (("B", "base"), ("L", "large"), ("H", "huge"))},
-    mar_draft=replace(MARS["mar_base"].config, embed_dim=384, depth=6, num_heads=6, diffloss_w=512, diffloss_d=3),
-    settings=tuple(
-        _FULL._replace(size=size, batch=batch)
-        for batches in ((8, 64), (1,), (256,))
-        for size in "BHL"
-        for batch in batches
+    mars={size: MARS[f"mar_{name}"].config for size, name in (("L", "large"), ("B", "base"), ("H", "huge"))},
+    gpts={size: GPTS[f"llamagen_{size.lower()}"].config for size in ("L", "XL", "B")},
+    causals={size: CAUSALS[f"sphere_ar_{size.lower()}"].config for size in "LB"},
+    vae=KLConfig(),
+    tokenizer=VQConfig(),
+    sphere_vae=SphereVAEConfig(),
+    cells=(
+        (64, (*_MARS, VQ_L, SPHERE_L)),
+        (1, (*_MARS, VQ_L, SPHERE_L)),
+        (8, _MARS),
+        (64, _OTHERS[2:]),
+        (1, _OTHERS[2:]),
+        (8, _OTHERS),
+        (256, (*_MARS, VQ_L)),
     ),
-    more_settings=(
-        _FULL,
-        *(_FULL._replace(mode=mode) for mode in ("eager", "compiled")),
-        *(_FULL._replace(precision=precision) for precision in ("tf32", "fp32")),
-        *(_FULL._replace(num_iter=num_iter) for num_iter in (256, 16)),
-        *(_FULL._replace(batch=batch) for batch in (32, 128)),
-    ),
-    methods=(PUBLISHED, "ar", "calibrated", "speculative:window=12", "lazymar:denoiser=calibrated"),
-    more_methods=("speculative:window=24", "cspd:gamma=8"),
-    gpts={size: GPTS[f"llamagen_{size.lower()}"].config for size in ("B", "XL", "3B")},
-    gpt_draft=replace(GPTS["llamagen_b"].config, n_layer=3),
-    gpt_batches=(1, 8, 64),
-    rounds=3,
-    test_images=500,
+    num_iter=64,
+    window=12,
+    plan=(_ROUNDS, "0,1,2,3,5,8,13"),
 )
 
 _SMALL_MAR = MARConfig(
@@ -112,19 +94,48 @@ _SMALL_MAR = MARConfig(
     diffloss_d=1,
 )
 _SMALL_GPT = GPTConfig(dim=32, n_layer=2, n_head=2, vocab_size=64, block_size=64, num_classes=10, multiple_of=32)
-_SMALL = Setting("B", 2, 8, "bf16", "graphs")
+_SMALL_CAUSAL = replace(
+    CAUSALS["sphere_ar_emoji64"].config,
+    dim=64,
+    n_layer=2,
+    n_head=2,
+    diff_dim=32,
+    diff_layers=1,
+    diff_adanln_layers=1,
+    side=4,
+)
 TINY = Scale(
     is_tiny=True,
-    matmul=256,
-    mars={"B": _SMALL_MAR},
-    mar_draft=_SMALL_MAR,
-    settings=(_SMALL, _SMALL._replace(batch=1)),
-    more_settings=(_SMALL, _SMALL._replace(precision="fp32", num_iter=4)),
-    methods=(PUBLISHED, "ar", "calibrated", "speculative:window=4", "lazymar:denoiser=calibrated"),
-    more_methods=("cspd:gamma=4",),
-    gpts={"B": _SMALL_GPT},
-    gpt_draft=replace(_SMALL_GPT, n_layer=1),
-    gpt_batches=(1, 2),
-    rounds=1,
-    test_images=8,
+    mars={"L": _SMALL_MAR},
+    gpts={"L": _SMALL_GPT},
+    causals={"L": _SMALL_CAUSAL},
+    vae=KLConfig(ch=32, ch_mult=(1, 1, 1), num_res_blocks=1),
+    tokenizer=VQConfig(ch=32, ch_mult=(1, 1, 1), z_channels=32, num_res_blocks=1),
+    sphere_vae=SphereVAEConfig(z_channels=64, cnn_chs=(16, 16, 32, 64), encoder_layers=1, decoder_layers=1, side=4),
+    cells=((2, (MAR_L, VQ_L, SPHERE_L)), (1, (MAR_L,))),
+    num_iter=8,
+    window=4,
+    plan=("0,1,2,4,6", "0,1"),
 )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The device and the sizes of a check.
+
+    Attributes:
+        until: when the time is over, by `time.monotonic`. mar: a clone of MAR's own code.
+    """
+
+    device: torch.device
+    scale: Scale
+    until: float = float("inf")
+    mar: Path | None = None
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def seconds_left(self) -> float:
+        return self.until - time.monotonic()

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd import kernels
+import cspd.heads.driver as driver
 from cspd.device import Precision
 from cspd.heads.calibration import (
     LARGEST,
@@ -30,13 +30,12 @@ from cspd.heads.chain import (
     Observer,
     Prediction,
     Schedule,
-    evaluate,
     is_full_call,
     modulation_size,
     on_device,
-    steering,
     table_bytes,
 )
+from cspd.heads.net import evaluate, steering
 from cspd.heads.samplers import sampler
 from cspd.heads.verify import divergence
 from cspd.option import option
@@ -271,11 +270,11 @@ def skip(
         noise: [n, R, d], of the segment's steps. difference: at the last call that evaluated all branches.
     """
     _, scale, temperature, *_ = chain.inputs
-    if not chain.observers and len(out.raw) < 3 and kernels.available(x.device):
-        from cspd.kernels.head import segment_step
-
+    if not chain.observers:
         columns = segment.base, segment.slope, segment.mix[-1]
-        return segment_step(x, out.raw, noise, scale, temperature, difference, *columns)
+        fused = driver.segment(x, out, noise, temperature, difference, *columns)
+        if fused is not None:
+            return fused
     eps, v = out.raw.float().chunk(2, dim=-1)
     if len(eps) > 1:
         difference = steering(eps, scale)

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd import kernels
-from cspd.device import Precision, all_bytes
-from cspd.heads.net import Net
+import cspd.heads.driver as driver
+from cspd.device import Precision, all_bytes, on_device, send_integers
+from cspd.heads.net import Net, Prediction
 from mar.head import Head, ReadyHead
 
 # Chains as data. Two kinds are known: the reverse diffusion of MAR's head (`mar.head.schedule`), and the
@@ -157,22 +157,12 @@ def chain_steps(s: Schedule, device: torch.device) -> Steps:
     return Steps(timesteps, mean_x, mean_eps, slope, numbers, t, sigma.view(-1, 1, 1))
 
 
-def on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    """Constants on a device, int64 or float32 [N]; cached forever, as `chain_steps`."""
-    return _on_device(numbers, not numbers or isinstance(numbers[0], int), device)
-
-
-@functools.cache
-def _on_device(numbers: tuple[float, ...], are_integers: bool, device: torch.device) -> Tensor:
-    """`on_device`: as a key (0,) equals (0.0,), whose tensor has another type."""
-    with torch.inference_mode(False):
-        return torch.tensor(numbers, device=device)
-
-
 # The head's modulations. They do not depend on the noisy token, so many timesteps are computed at once.
 
-MODULATION_BYTES = 16 * 2**20  # of a chain's table on a CPU, so that it fits the cache; longer chains use several
-TABLE_SHARE = 1 / 8  # of a device's memory: the most that a table may take
+MODULATION_BYTES = 16 * 2**20  # computed at once on a CPU, so that they fit the cache
+# and on a GPU, where products of this size are fast: a CUDA graph holds as much memory, and all graphs share little
+GPU_BYTES, GPU_SHARE = 2**30, 1 / 64
+TABLE_SHARE = 1 / 8  # of a device's memory: the most that a table of all steps may take
 
 
 def modulation_size(head: Head) -> int:
@@ -188,8 +178,10 @@ def most_bytes(device: torch.device) -> int:
 
 
 def table_bytes(device: torch.device) -> int:
-    """The most bytes of a table of modulations that a chain reads step by step."""
-    return MODULATION_BYTES if device.type == "cpu" else most_bytes(device)
+    """The most bytes of modulations that are computed at once; longer chains compute them in chunks."""
+    if device.type == "cpu":
+        return MODULATION_BYTES
+    return int(min(GPU_BYTES, GPU_SHARE * all_bytes(device)))
 
 
 def is_full_call(i: int, num_calls: int, null_every: int) -> bool:
@@ -247,102 +239,6 @@ def _evaluations(num_branches: tuple[int, ...], device: torch.device) -> tuple[T
     pairs = [(call, branch) for call, num in enumerate(num_branches) for branch in range(num)]
     calls, branches = zip(*pairs)
     return on_device(calls, device), on_device(branches, device)
-
-
-# The head's evaluation under guidance.
-
-
-def evaluate(
-    head: Head | ReadyHead, x: Tensor, modulations: Sequence[tuple[Tensor, ...]], scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Guided noise prediction and (conditional) variance channel, float32 [..., d] each, of noisy tokens x [..., d].
-
-    Args:
-        modulations: of these tokens, [G, ..., width] each, with the unconditional branch last.
-        scale: [..., G - 1], see `guided`; unused at G = 1.
-    """
-    return guided(head.denoise(x, modulations), scale)
-
-
-def guided(out: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Guided eps and v, see `evaluate`, from the head's outputs [G, ..., 2d].
-
-    At G = 2, eps_u + s (eps_c - eps_u). With a third branch, eps_u2 + s2 (eps_u1 - eps_u2) + s (eps_c - eps_u1), where
-    `scale` has s and s2.
-    """
-    eps, v = out.float().chunk(2, dim=-1)
-    if len(eps) == 1:
-        return eps[0], v[0]
-    made = torch.lerp(eps[-1], eps[-2], scale[..., -1:])
-    for i in range(len(eps) - 2):
-        made = made + scale[..., i : i + 1] * (eps[i] - eps[i + 1])
-    return made, v[0]
-
-
-def steering(eps: Tensor, scale: Tensor) -> Tensor:
-    """What guidance adds to the conditional prediction, [..., d], from those of all branches, [G, ..., d], G > 1."""
-    parts = [(scale[..., i : i + 1] - 1) * (eps[i] - eps[i + 1]) for i in range(len(eps) - 1)]
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-
-
-class Prediction:
-    """The head's outputs for R rows; they are computed when they are first read.
-
-    Attributes:
-        raw: [G, R, 2d] of all evaluated branches.
-        eps, v: guided noise prediction (or velocity, or clean token) and variance channel, float32 [R, d].
-    """
-
-    def __init__(self, scale: Tensor, raw: Tensor | None = None, pending: tuple | None = None) -> None:
-        self.scale, self._raw = scale, raw
-        self._pending = pending  # the head, x and modulations of a call that was not made yet
-
-    @property
-    def raw(self) -> Tensor:
-        if self._raw is None:
-            head, x, modulations = self._pending  # type: ignore[misc]
-            self._raw, self._pending = head.denoise(x, modulations), None  # modulations are large
-        return self._raw
-
-    @functools.cached_property
-    def _guided(self) -> tuple[Tensor, Tensor]:
-        return guided(self.raw, self.scale)
-
-    @property
-    def eps(self) -> Tensor:
-        return self._guided[0]
-
-    @property
-    def v(self) -> Tensor:
-        return self._guided[1]
-
-    def fused_step(self, added: Tensor, numbers: tuple[float, float, float]) -> Tensor | None:
-        """`take_step` in one launch with the head's last layer; None if there is no such kernel, or nothing pending."""
-        if self._pending is None or not kernels.available(added.device):
-            return None
-        head, x, modulations = self._pending
-        if not isinstance(head, ReadyHead):  # other heads have no kernels
-            return None
-        from cspd.kernels.head import ancestral_step
-
-        return ancestral_step(head.head, x, modulations, added, self.scale, *numbers)
-
-
-def take_step(
-    x: Tensor, out: Tensor, noise: Tensor, scale: Tensor, mean_x: float, mean_eps: float, slope: float
-) -> Tensor:
-    """The state [R, d] after a step from x, given the head's outputs `out` [G, R, 2d].
-
-    Args:
-        noise: tau sigma_t eps_t [R, d], without the head's factor of sigma_t. mean_x, mean_eps, slope: of the step.
-    """
-    if len(out) < 3 and kernels.available(x.device):
-        from cspd.kernels.head import ancestral_step_kernel
-
-        return ancestral_step_kernel(x, out, noise, scale, mean_x, mean_eps, slope)
-    eps, v = guided(out, scale)
-    mean = torch.add(x * mean_x, eps, alpha=mean_eps)
-    return torch.addcmul(mean, torch.exp(v * slope), noise)
 
 
 # The chain as a sampler sees it.
@@ -555,9 +451,12 @@ class Chain:
         if self._added is None:
             self._added = self.eps * (self.constants.sigma * self.inputs.temperature)
         at, added = step.index, self._added[step.index]
-        numbers = self.constants.mean_x[at], self.constants.mean_eps[at], self.constants.slope[at]
-        fused = out.fused_step(added, numbers)
-        return take_step(x, out.raw, added, self.inputs.scale, *numbers) if fused is None else fused
+        mean_x, mean_eps, slope = self.constants.mean_x[at], self.constants.mean_eps[at], self.constants.slope[at]
+        fused = driver.step(x, out, added, mean_x, mean_eps, slope)
+        if fused is not None:
+            return fused
+        mean = torch.add(x * mean_x, out.eps, alpha=mean_eps)
+        return torch.addcmul(mean, torch.exp(out.v * slope), added)
 
     def velocity(self, x: Tensor, step: Step, out: Prediction) -> Tensor:
         """dx / dt at a state x [R, d], of a head that is a stochastic differential equation."""
@@ -581,7 +480,7 @@ class Chain:
 
     def part(self, which: np.ndarray, schedule: Schedule) -> Chain:
         """The rows `which`, int64 [n] on the CPU, by other steps; they are counted by themselves."""
-        index, tally = torch.as_tensor(which).to(self.z.device), Tally()
+        index, tally = send_integers(which, self.z.device), Tally()
         self.tally.parts.append((which, tally))
         z, *others = self.inputs
         return replace(

@@ -31,7 +31,7 @@ MOST_NUMBERS = 2**24  # of all recorded x, eps, v and noise, 64 MiB; their condi
 GAIN = 1.1  # predicted gain below which nothing is drafted
 
 
-class Cache(Protocol):
+class FitCache(Protocol):
     """Fitted arrays by their settings, see `cspd.files.ArrayCache`."""
 
     def get(self, kind: Any, settings: dict, make: Callable[[], Any]) -> Any: ...
@@ -55,7 +55,7 @@ class Learned:
         temperature: float,
         branches: int,
         precision: Precision,
-        cache: Cache,
+        cache: FitCache,
         settings: dict,
         seconds: Callable[[int, int, int, Any], float],
     ) -> None:
@@ -114,7 +114,7 @@ class Learned:
 
     # What samplers ask for.
 
-    def chains(self, chain: Chain, window: int | None, draft: str, verification: str) -> Chains | None:
+    def chains(self, chain: Chain, window: int | None, draft: str) -> Chains | None:
         """Empty `Chains` for these tokens; None if nothing is drafted."""
         calibration: Any = None
         if window is None or draft == "calibrated":
@@ -125,15 +125,14 @@ class Learned:
         window = min(window, len(self.s) - 1)
         if not window:
             return None
-        key = window, draft, verification
+        key = window, draft
         if key not in self._chains:
             coefficients, drift = frozen(self.s)
             if draft == "calibrated":
                 coefficients, drift = calibration.coefficients, calibration.drift
             made = draft_table(coefficients, drift, self.s, window, self.temperature)
             table = torch.from_numpy(made).to(chain.z.device)
-            by_block = verification == "block"
-            self._chains[key] = Chains(self.head, self.s, table, self.precision, chain.noise, by_block=by_block)
+            self._chains[key] = Chains(self.head, self.s, table, self.precision, chain.noise)
         self._chains[key].noise = chain.noise
         self._chains[key].clear()
         return self._chains[key]

@@ -1,13 +1,16 @@
-"""Any network net(x, t, c) as a head that chains can run, and torch's generator as their source of noise."""
+"""The head under guidance; any network net(x, t, c) as a head, and torch's generator as a source of noise."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mar.head import Head, ReadyHead
 
 # (x [N, *token], t [N], c [N, *condition]) -> outputs [N, ..]
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -81,6 +84,75 @@ class Net:
         return out if self.variances else torch.cat([out, torch.zeros_like(out)], dim=-1)
 
 
+# The head's evaluation under guidance.
+
+
+def evaluate(
+    head: Head | ReadyHead | Net, x: Tensor, modulations: Sequence[tuple[Tensor, ...]], scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Guided noise prediction and (conditional) variance channel, float32 [..., d] each, of noisy tokens x [..., d].
+
+    Args:
+        modulations: of these tokens, [G, ..., width] each, with the unconditional branch last.
+        scale: [..., G - 1], see `guided`; unused at G = 1.
+    """
+    return guided(head.denoise(x, modulations), scale)
+
+
+def guided(out: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Guided eps and v, see `evaluate`, from the head's outputs [G, ..., 2d].
+
+    At G = 2, eps_u + s (eps_c - eps_u). With a third branch, eps_u2 + s2 (eps_u1 - eps_u2) + s (eps_c - eps_u1), where
+    `scale` has s and s2.
+    """
+    eps, v = out.float().chunk(2, dim=-1)
+    if len(eps) == 1:
+        return eps[0], v[0]
+    made = torch.lerp(eps[-1], eps[-2], scale[..., -1:])
+    for i in range(len(eps) - 2):
+        made = made + scale[..., i : i + 1] * (eps[i] - eps[i + 1])
+    return made, v[0]
+
+
+def steering(eps: Tensor, scale: Tensor) -> Tensor:
+    """What guidance adds to the conditional prediction, [..., d], from those of all branches, [G, ..., d], G > 1."""
+    parts = [(scale[..., i : i + 1] - 1) * (eps[i] - eps[i + 1]) for i in range(len(eps) - 1)]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+class Prediction:
+    """The head's outputs for R rows; they are computed when they are first read.
+
+    Attributes:
+        raw: [G, R, 2d] of all evaluated branches.
+        eps, v: guided noise prediction (or velocity, or clean token) and variance channel, float32 [R, d].
+        pending: the head, x and modulations of a call that was not made yet; None after it.
+    """
+
+    def __init__(self, scale: Tensor, raw: Tensor | None = None, pending: tuple | None = None) -> None:
+        self.scale, self._raw = scale, raw
+        self.pending = pending
+
+    @property
+    def raw(self) -> Tensor:
+        if self._raw is None:
+            head, x, modulations = self.pending  # type: ignore[misc]
+            self._raw, self.pending = head.denoise(x, modulations), None  # modulations are large
+        return self._raw
+
+    @functools.cached_property
+    def _guided(self) -> tuple[Tensor, Tensor]:
+        return guided(self.raw, self.scale)
+
+    @property
+    def eps(self) -> Tensor:
+        return self._guided[0]
+
+    @property
+    def v(self) -> Tensor:
+        return self._guided[1]
+
+
 class TorchNoise:
     """Random numbers from torch's generator, with the functions of `cspd.noise` that chains use.
 
@@ -143,9 +215,3 @@ class TorchNoise:
     ) -> tuple[Tensor, Tensor]:
         """Residual candidates: normals [R, num, channels], uniform draws [R, num], see `cspd.noise.candidates`."""
         return self._normal(len(seed), num, channels), self._uniform(len(seed), num)
-
-    def after_block(
-        self, seed: Tensor, position: Tensor, step: Tensor, index: Tensor, channels: int
-    ) -> tuple[Tensor, Tensor]:
-        """Normals [R, n, channels] and uniform draws [R, n, 1], see `cspd.noise.after_block`."""
-        return self._normal(*step.shape, channels), self._uniform(*step.shape, 1)

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.device import Precision
+from cspd.device import Precision, on_device
 from cspd.heads.calibration import Trace
-from cspd.heads.chain import Schedule, chain_steps, evaluate, modulated, on_device, steering
+from cspd.heads.chain import Schedule, chain_steps, modulated
+from cspd.heads.net import evaluate, steering
 from cspd.heads.verify import Gaussian, divergence
 from mar.head import Head
 

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.graphs import compiled
-from cspd.heads.chain import Chain, guided, on_device, table_bytes
+import cspd.heads.driver as driver
+from cspd.device import on_device, send_integers
+from cspd.heads.chain import Chain, table_bytes
 from cspd.option import Option, option, options_of
-from mar.head import TRAIN_STEPS, Head, Modulations, ReadyHead, Schedule, respaced, schedule
+from mar.head import TRAIN_STEPS, Modulations, ReadyHead, Schedule, respaced, schedule
 
 # The registry.
 
@@ -113,50 +114,28 @@ def ancestral(chain: Chain, first_timestep: Annotated[int | None, FIRST_TIMESTEP
     return x
 
 
-# Each call of a compiled function takes the time of a step or so: a function of one step would be slower than eager
-# PyTorch. Compiling takes longer the more steps it has.
-COMPILED_STEPS = 5
-
-
 def compiled_ancestral(chain: Chain, first_timestep: int | None = None) -> Tensor:
-    """`ancestral` with `COMPILED_STEPS` steps at a time by torch.compile; the first step and the last few are eager."""
+    """`ancestral` by torch.compile, a few steps at a time; the first step and the last few are eager."""
     if first_timestep is not None:
         chain = chain.respaced(chain.head.schedule(len(chain), first_timestep))
     head, precision, (z, scale, temperature, *_) = chain.head, chain.precision, chain.inputs
-    steps, x = chain.constants, chain.start()
-    added = chain.eps * (steps.sigma * temperature)
+    constants, x = chain.constants, chain.start()
+    added = chain.eps * (constants.sigma * temperature)
     with precision.full():
         c_embed = head.cond_embed(z)
-        t_embed = head.time_embed(on_device(steps.timesteps, z.device))[:, None, None]
-        x = several_steps(head, x, head.modulations(t_embed[:1], c_embed), added[:1], scale, steps.numbers[:1])
-    own_head, run = precision.prepare(head), compiled(several_steps, "denoising steps")
-    for first in range(1, len(added), COMPILED_STEPS):
-        own = slice(first, first + COMPILED_STEPS)
+        t_embed = head.time_embed(on_device(constants.timesteps, z.device))[:, None, None]
+        x = driver.several_steps(
+            head, x, head.modulations(t_embed[:1], c_embed), added[:1], scale, constants.numbers[:1]
+        )
+    own_head, run = precision.prepare(head), driver.compiled_steps()
+    for begin in range(1, len(added), driver.COMPILED_STEPS):
+        own = slice(begin, begin + driver.COMPILED_STEPS)
         if own.stop > len(added):  # another number of steps would be another program
-            run = several_steps
+            run = driver.several_steps
         layers = own_head.modulations(t_embed[own], c_embed)
-        x = run(own_head, x, layers, added[own], scale, steps.numbers[own])
+        x = run(own_head, x, layers, added[own], scale, constants.numbers[own])
     chain.tally.calls += len(chain)
     chain.tally.evaluations += len(chain) * len(z)
-    return x
-
-
-def several_steps(
-    head: Head, x: Tensor, layers: Sequence[Tensor], added: Tensor, scale: Tensor, numbers: Tensor
-) -> Tensor:
-    """The state [R, d] after n steps from x [R, d].
-
-    Args:
-        layers: the head's modulations at these steps [n, G, R, ..]. added: tau sigma_t eps_t [n, R, d].
-        numbers: [n, 3], see `cspd.heads.chain.Steps`.
-    """
-    ready = head.ready()
-    split = head.split(layers)
-    for step in range(len(numbers)):
-        mean_x, mean_eps, slope = numbers[step].unbind()
-        out = ready.denoise(x, [tuple(part[step] for part in layer) for layer in split])
-        eps, v = guided(out, scale)
-        x = torch.addcmul(x * mean_x + eps * mean_eps, torch.exp(v * slope), added[step])
     return x
 
 
@@ -166,7 +145,7 @@ def by_length(chain: Chain, lengths: np.ndarray, first_timestep: int) -> Tensor:
     for num_steps in np.unique(lengths).tolist():
         which = np.flatnonzero(lengths == num_steps)
         part = chain.part(which, chain.head.schedule(num_steps, first_timestep))
-        tokens[torch.as_tensor(which).to(tokens.device)] = chain.run(part, ancestral)
+        tokens[send_integers(which, tokens.device)] = chain.run(part, ancestral)
     return tokens
 
 

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import cspd.heads.driver as driver
 from cspd.device import Precision, Report, send, send_integers
 from cspd.graphs import Graphs, bucket
 from cspd.heads.calibration import DRAFTS, WINDOWS
-from cspd.heads.chain import Chain, Inputs, Schedule
+from cspd.heads.chain import Chain, Inputs, Schedule, modulation_size, table_bytes
 from cspd.heads.samplers import ancestral, sampler
 from cspd.heads.verify import (
     FIRST_BLOCK,
@@ -32,15 +33,15 @@ from cspd.heads.verify import (
     UNRESOLVED,
     Slots,
     capacity_for,
-    draw_after_block,
     draw_residual,
     first_step,
     lookup,
-    move_on,
+    move,
+    move_by_kernels,
     table_size,
 )
 from cspd.option import option
-from mar.head import Head, fill
+from mar.head import Head, fill, filled
 
 # A chain that has ended: its token, and a record of its passes.
 
@@ -141,7 +142,6 @@ class Chains:
         graphs: captures and replays the launches; by default nothing is captured.
         trace_sigma: also sum log sigma_p along the chains, see `Finished`.
         drafting: the head is a draft model's; its uniform draws and candidates differ from the target's.
-        by_block: judge a window's states together, see `cspd.heads.block`; only for chains of fixed variances.
         compiled: run passes through torch.compile; the results agree to rounding.
 
     Attributes:
@@ -159,7 +159,6 @@ class Chains:
         graphs: Graphs | None = None,
         trace_sigma: bool = False,
         drafting: bool = False,
-        by_block: bool = False,
         compiled: bool = False,
     ) -> None:
         self.head, self.schedule, self.precision = head, s, precision
@@ -167,8 +166,8 @@ class Chains:
         self._fast_head = precision.prepare(head)
         self.trace_sigma, self.drafting = trace_sigma, drafting
         self.num_steps, self.window = table.shape[:2]
-        self._lookup = lookup(table, fixed=not s.log_sigma_slope.any(), by_block=by_block)
-        self._move = move_on(head, self.device, compiled)
+        self._lookup = lookup(table, fixed=not s.log_sigma_slope.any())
+        self._move = driver.passes(move, move_by_kernels, head, self.device, compiled)
         with precision.full():
             self._t_embed = head.time_embed(send({"names": s.timestep_map}, self.device)["names"])
         self._graphs = graphs or Graphs(self.device, enabled=False)
@@ -238,12 +237,21 @@ class Chains:
             chain.slot = slot
         if slots.tabled and not old.tabled and num_chains:
             here = torch.arange(1, num_chains + 1, device=self.device)
-            slots.write_modulations(here, self._modulations(slots.c_embed[here].transpose(0, 1)))
+            self._write_modulations(here, slots.c_embed[here].transpose(0, 1))
 
-    def _modulations(self, c_embed: Tensor) -> list[Tensor]:
-        """The head's modulations at all steps for conditions [G, N, width]: by layer, [G, N, T, ..]."""
-        with self.precision.fast():
-            return self._fast_head.modulations(self._t_embed, c_embed.unsqueeze(2))
+    def _write_modulations(self, here: Tensor, c_embed: Tensor) -> list[Tensor]:
+        """Stores the head's modulations at all steps for conditions [G, N, width] in slots `here` [N].
+
+        They are computed in chunks of steps. Returns those of the first step of the chain: by layer, [G, N, ..].
+        """
+        of_a_step = modulation_size(self.head) * c_embed.shape[0] * c_embed.shape[1]
+        chunk = filled(max(1, table_bytes(self.device) // of_a_step))
+        for first in range(0, self.num_steps, chunk):
+            steps = slice(first, first + chunk)
+            with self.precision.fast():
+                layers = self._fast_head.modulations(self._t_embed[steps], c_embed.unsqueeze(2))
+            self._slots.write_modulations(here, layers, steps)
+        return [layer[:, :, -1] for layer in layers]
 
     def _join(
         self,
@@ -266,12 +274,10 @@ class Chains:
         slots.draws[here] = torch.cat([eps_t, log_uniform.unsqueeze(-1)], dim=-1)
         with self.precision.full():
             c_embed = self.head.cond_embed(fill(z))
-        layers = self._modulations(c_embed[:, : len(x)]) if slots.tabled else None
-        if layers:
-            slots.write_modulations(here, layers)
+        layers = self._write_modulations(here, c_embed[:, : len(x)]) if slots.tabled else None
         with self.precision.full():
             if layers and self.precision.uniform:
-                first = [fill(layer[:, :, -1]) for layer in layers]
+                first = [fill(layer) for layer in layers]
             else:
                 first = self.head.modulations(self._t_embed[-1], c_embed)
             state, log_sigma = first_step(self.head, x, eps_t[:, -1], first, scale, temperature, self.schedule)
@@ -363,10 +369,8 @@ class Chains:
             self._ignore_past_launches(chains)
 
     def _residual(self, first: int, max_tries: int) -> Callable[[Tensor], Tensor]:
-        """`draw_residual` of candidates `first` .. `max_tries` - 1, or `draw_after_block`, as a function of slots."""
+        """`draw_residual` of candidates `first` .. `max_tries` - 1, as a function of slots."""
         offset = self.noise.DRAFT_OFFSET if self.drafting else 0
-        if self._lookup.by_block:
-            return functools.partial(draw_after_block, self._slots, self.noise, offset, self.window)
         return functools.partial(draw_residual, self._slots, self.noise, offset, first, max_tries)
 
     def _ignore_past_launches(self, chains: list[_Chain]) -> None:
@@ -411,11 +415,6 @@ class Chains:
 
 # The sampler.
 
-VERIFICATIONS = {
-    "steps": "each drafted state is accepted or rejected by itself",
-    "block": "a window's states are judged together: fewer head calls, but each rejection takes more work",
-}
-
 
 @sampler("speculative", "exact", fit=True, whole=False)
 def speculative(
@@ -437,20 +436,9 @@ def speculative(
             kind=DRAFTS,
         ),
     ] = "calibrated",
-    verification: Annotated[
-        str,
-        option(
-            "whether drafted states are judged one by one (steps) or a window together (block: fewer head calls, more"
-            " work per rejection)",
-            kind=VERIFICATIONS,
-        ),
-    ] = "steps",
 ) -> Tensor:
-    """Speculates on the head's own denoising chain; no draft model (arXiv 2501.05370).
-
-    `verification` is for heads whose variances are fixed.
-    """
-    chains = chain.fitted.chains(chain, window, draft, verification)
+    """Speculates on the head's own denoising chain; no draft model (arXiv 2501.05370)."""
+    chains = chain.fitted.chains(chain, window, draft)
     if chains is None:  # nothing is drafted
         return ancestral(chain)
     ended = chains.run(chain.inputs, chain.noise_index)

@@ -10,11 +10,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from cspd import kernels
 from cspd.device import Precision, send_integers
-from cspd.graphs import compiled
-from cspd.heads.block import TINY, accept_prefix, draw_excess
-from cspd.heads.chain import Schedule, guided, modulation_size, most_bytes
+from cspd.heads.chain import Schedule, modulation_size, most_bytes
+from cspd.heads.net import guided
 from mar.head import Head, fill, filled
 
 # Diagonal Gaussians: log-ratios, and a maximal coupling of p and q.
@@ -197,6 +195,10 @@ class Table(NamedTuple):
         """By layer, [G, N, ..], at indices [N] into the flat list of all slots' steps."""
         return self.values.flatten(1, 2).index_select(1, at).split_with_sizes(self.widths, dim=-1)
 
+    def in_place(self, head: Head, at: Tensor) -> tuple[Sequence[Tensor], Tensor | None]:
+        """For kernels: all layers where they stand, and the indices to read at."""
+        return [layer.flatten(1, 2) for layer in self.layers()], at
+
 
 class Embeddings(NamedTuple):
     """The inputs of the head's modulations, if no `Table` fits: t_embed [T, width], c_embed [C, G, width]."""
@@ -209,6 +211,10 @@ class Embeddings(NamedTuple):
         num_steps = len(self.t_embed)
         c_embed = self.c_embed.transpose(0, 1).index_select(1, at // num_steps)
         return head.modulations(self.t_embed[at % num_steps], c_embed)
+
+    def in_place(self, head: Head, at: Tensor) -> tuple[Sequence[Tensor], Tensor | None]:
+        """As `Table.in_place`."""
+        return self.layers_at(head, at), None
 
 
 class Slots:
@@ -277,14 +283,14 @@ class Slots:
         """The modulations' table, or their inputs if there is no table; t_embed: [T, width], of all steps."""
         return self._table or Embeddings(t_embed, self.c_embed)
 
-    def write_modulations(self, slots: Tensor, layers: Sequence[Tensor]) -> None:
-        """Stores the modulations of the chains in slots [N]: by layer, [G, N, T, ..] each."""
+    def write_modulations(self, slots: Tensor, layers: Sequence[Tensor], steps: slice = slice(None)) -> None:
+        """Stores the modulations of the chains in slots [N] at these steps: by layer, [G, N, steps, ..] each."""
         if self._table is None:
             widths = [layer.shape[-1] for layer in layers]
             shape = self.num_branches, self.capacity, self.num_steps, sum(widths)
             self._table = Table(layers[0].new_empty(shape), widths)  # not zeroed: it is large
         for own, layer in zip(self._table.layers(), layers):
-            own[:, slots] = layer
+            own[:, slots, steps] = layer
 
 
 def capacity_for(needed: int, most: int) -> int:
@@ -339,40 +345,6 @@ def draw_residual(
     return progress
 
 
-def draw_after_block(slots: Slots, noise: types.ModuleType, offset: int, window: int, rows: Tensor) -> Tensor:
-    """Draws the states that block verification left open, of chains in slots `rows`, int64 [R]; these chains go on.
-
-    The noise of the next `window` steps is drawn anew: block verification has looked at it.
-
-    Args:
-        noise, offset: as in `draw_residual`; the number of a chain's earlier rejections is the index of the draws.
-
-    Returns:
-        The chains' progress, see `Slots`: int64 [R, 4].
-    """
-    state, progress = slots.state.index_select(0, rows), slots.progress.index_select(0, rows)
-    _, seed, position = slots.names.index_select(0, rows).unsqueeze(-1).unbind(1)
-    # the step of the rejected state, and those of the next window
-    step = (progress[:, LEFT:PHASE] - torch.arange(window + 1, device=rows.device)).clamp(min=0)
-    index = progress[:, TRIES : TRIES + 1] + offset
-    normals, uniform = noise.after_block(seed, position, step, index, state.shape[-1])
-    log_uniform = torch.where(step.unsqueeze(-1) > 0, uniform.log(), -torch.inf)  # as in `Chains.start`
-    at = rows.unsqueeze(1) * slots.num_steps + step[:, 1:]
-    slots.draws.view(-1, slots.draws.shape[-1])[at] = torch.cat([normals, log_uniform], dim=-1)[:, 1:]
-
-    mean_p, log_sigma, mean_q = state[:, MEAN_P:].unbind(1)[:3]
-    axis = (mean_p - mean_q) * torch.exp(-log_sigma)
-    gap = axis.norm(dim=-1, keepdim=True)
-    axis = axis / gap.clamp(min=TINY)
-    along = draw_excess(state[:, 0, :1], gap, uniform[:, 0]).float() - (normals[:, 0] * axis).sum(-1, keepdim=True)
-    state[:, 0] = torch.addcmul(mean_q, log_sigma.exp(), torch.addcmul(normals[:, 0], along, axis))
-    progress[:, TRIES] += 1
-    progress[:, PHASE] = (rows == NOBODY) * SEARCHING  # nobody's chain never moves
-    slots.state.index_copy_(0, rows, state)
-    slots.progress.index_copy_(0, rows, progress)
-    return progress
-
-
 # One pass of speculative denoising, as functions on tensors: draft, verify, accept, resample.
 #
 # Source: De Bortoli et al. 2025 (arXiv 2501.05370), with calibrated linear drafts. A token's denoising chain is a
@@ -420,17 +392,15 @@ class Lookup(NamedTuple):
         lags: int64 [W], 1 .. W.
         fixed: whether log sigma does not depend on the head, so that p and q differ in their means only. Then the
             mirror image of a rejected draft always has the residual distribution; rounding alone would reject it.
-        by_block: whether a window's states are judged together, see `cspd.heads.block`; needs `fixed`.
     """
 
     draft: Tensor
     limits: Tensor
     lags: Tensor
     fixed: bool
-    by_block: bool
 
 
-def lookup(table: Tensor, fixed: bool = False, by_block: bool = False) -> Lookup:
+def lookup(table: Tensor, fixed: bool = False) -> Lookup:
     """The `Lookup` of a `draft_table`; others as there."""
     num_steps, window = table.shape[:2]
     most = torch.arange(num_steps + 1, device=table.device).clamp(max=window)
@@ -439,7 +409,6 @@ def lookup(table: Tensor, fixed: bool = False, by_block: bool = False) -> Lookup
         limits=torch.stack([most, (most - 1).clamp(min=0)], dim=1),
         lags=torch.arange(1, window + 1, device=table.device),
         fixed=fixed,
-        by_block=by_block,
     )
 
 
@@ -542,21 +511,6 @@ def accept(log_ratio: Tensor, log_uniform: Tensor) -> Tensor:
     return (log_uniform < log_ratio).cumprod(1).sum(1)
 
 
-def accept_block(
-    log_ratio: Tensor, p: Gaussian, q: Gaussian, log_uniform: Tensor, left: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Step 3 by `block.accept_prefix`: as `accept`, and log c of the prefix before each state, float64 [R, W].
-
-    Args:
-        left: int64 [R], the steps left. Step 0 is accepted if all states before it are.
-    """
-    window = log_ratio.shape[1]
-    gap = ((p[0] - q[0]) * torch.exp(-p[1])).norm(dim=-1)
-    num_noisy = (left - 1).clamp(0, window)
-    num_accepted, log_c = accept_prefix(log_ratio, gap, log_uniform, num_noisy)
-    return torch.where(num_accepted == num_noisy, left.clamp(max=window), num_accepted), log_c
-
-
 def gather_last(values: list[Tensor], at: Tensor) -> Tensor:
     """The values [R, W, ..] of one step of every window, side by side [R, n]; at: int64 [R], flat index of the step.
 
@@ -612,11 +566,7 @@ def move(
     eps, v, p = verify(head, columns, inputs, layers, scale)
 
     # 3. accept while u < p_w(y_w) / q_w(y_w): the accepted prefix and the first rejected step are decided
-    log_ratio, log_uniforms = ratios(y, p, q, eps_t), log_uniform.squeeze(-1)
-    if lookup.by_block:
-        num_accepted, log_c = accept_block(log_ratio, p, q, log_uniforms, steps_left)
-    else:
-        num_accepted = accept(log_ratio, log_uniforms)
+    num_accepted = accept(ratios(y, p, q, eps_t), log_uniform.squeeze(-1))
     rejected = num_accepted < max_decided
     last = torch.minimum(num_accepted, max_last)  # index of the last decided step in the window
     decided = last + moving  # 0 for a chain that stands still: with no steps left, `last` is 0
@@ -627,11 +577,8 @@ def move(
     anchor_p_q = anchor_p_q.unflatten(1, (7, channels))
     mean_p, log_sigma_p, mean_q, log_sigma_q = anchor_p_q[:, 3:].unbind(1)
     p_last, q_last = (mean_p, log_sigma_p), (mean_q, log_sigma_q)
-    if lookup.by_block:  # `draw_after_block` reads log c in place of the state
-        resampled, unresolved = log_c.gather(1, last.unsqueeze(1)).float().expand_as(y_last), rejected
-    else:
-        resampled, lost = resample(y_last, log_uniform_last.squeeze(-1), p_last, q_last)
-        unresolved = torch.zeros_like(rejected) if lookup.fixed else rejected & lost
+    resampled, lost = resample(y_last, log_uniform_last.squeeze(-1), p_last, q_last)
+    unresolved = torch.zeros_like(rejected) if lookup.fixed else rejected & lost
 
     # 5. go on from there; after step 0, p's mean is the token
     x = torch.where(rejected.unsqueeze(-1), resampled, y_last)
@@ -650,16 +597,6 @@ def move(
     )
 
 
-# Three versions of a pass that compute the same: `move`, compiled `move`, and Triton kernels.
-
-
-def move_on(head: Head, device: torch.device, is_compiled: bool) -> Callable[..., Moved]:
-    """The version of `move` for a head on a device; only MAR's has kernels."""
-    if is_compiled:
-        return compiled(move, "speculative passes")
-    return move_by_kernels if isinstance(head, Head) and kernels.available(device) else move
-
-
 def move_by_kernels(
     head: Head,
     lookup: Lookup,
@@ -673,19 +610,13 @@ def move_by_kernels(
     phase: Tensor,
     trace_sigma: bool = False,
 ) -> Moved:
-    """`move` with one launch before the head call and one after it; log sigma_p is always summed.
-
-    A table of modulations is read in its memory, not gathered.
-    """
+    """`move` with one launch before the head call and one after it; log sigma_p is always summed."""
     from cspd.kernels.head import denoise
     from cspd.kernels.speculative import after_head, before_head
 
     left, phase = left.contiguous(), phase.contiguous()  # in the first pass they are columns of the slots' progress
     given = lookup.draft, draws, end_indices, state, left, phase
     inputs, last, at = before_head(*given, filled(end_indices.numel()))
-    if isinstance(modulations, Table):
-        layers = [layer.flatten(1, 2) for layer in modulations.layers()]
-        out = denoise(head, inputs, head.split(layers), at)
-    else:
-        out = denoise(head, inputs, head.split(modulations.layers_at(head, at)))
+    layers, rows_of = modulations.in_place(head, at)
+    out = denoise(head, inputs, head.split(layers), rows_of)
     return Moved(*after_head(*given, inputs, last, out, scale))

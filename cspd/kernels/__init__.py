@@ -10,12 +10,11 @@ proves nothing: a kernel is run on each device before it is used there.
 from __future__ import annotations
 
 import functools
-import os
 import warnings
 
 import torch
 
-from cspd.terminal import first_line
+from cspd.terminal import first_line, switched_on
 from mar.head import Head
 
 SWITCH = "CSPD_KERNELS"
@@ -33,7 +32,7 @@ def available(device: torch.device) -> bool:
     Raises:
         ValueError: CSPD_KERNELS is neither 0 nor 1.
     """
-    return device.type == "cuda" and _wanted() and _supported(device)
+    return device.type == "cuda" and switched_on(SWITCH, usually=True) and _supported(device)
 
 
 def fuse(head: Head, device: torch.device) -> None:
@@ -43,13 +42,6 @@ def fuse(head: Head, device: torch.device) -> None:
         from cspd.kernels.head import denoise  # imports Triton, which is not everywhere
 
         head.fused = denoise
-
-
-def _wanted() -> bool:
-    value = os.environ.get(SWITCH, "1")
-    if value not in ("0", "1"):
-        raise ValueError(f"{SWITCH}={value!r} in the environment: set it to 1, or to 0 to turn Triton kernels off")
-    return value == "1"
 
 
 @functools.cache

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cspd.inpainting import Inpainting
 from cspd.method import nothing_more
 from cspd.option import Option, check_integer
-from cspd.request import Inpainting, Request
+from cspd.request import Request
 from cspd.terminal import number_list
 
 RECONSTRUCTION = Option(

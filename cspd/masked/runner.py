@@ -19,10 +19,12 @@ from cspd.continuous.rows import Rows, without_lost_noise
 from cspd.device import Precision, check_fits, send, send_integers
 from cspd.graphs import Graphs
 from cspd.graphs import compiled as by_compiler
+from cspd.inpainting import Inpainting, remembered
 from cspd.masked.orders import ORDERS, cosine, largest, timetable
 from cspd.method import Method, complete, with_tokens
 from cspd.option import MAR_OPTIONS, NUM_ITER
-from cspd.request import Inpainting, Request, Sequence, decoded, remembered, to_unit
+from cspd.pixels import decoded, to_unit
+from cspd.request import Request, Sequence
 from mar.checkpoint import defaults_of
 from mar.head import filled
 from mar.model import MAR, following, sample_published
@@ -398,7 +400,7 @@ class MARRunner:
         if self.vae is None:
             return None
         latents = self.target.unpatchify(tokens) / self.vae.config.scale
-        with self.precision.full():  # pixels do not depend on the policy
+        with self.precision.decoding():
             return to_unit(decoded(self._decode, latents))
 
     def _decode(self, latents: Tensor) -> Tensor:

@@ -30,10 +30,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from cspd.engine import Engine
+from cspd.inpainting import Inpainting
 from cspd.method import GUARANTEES, METHODS, Method, ModelRunner, parse_method
 from cspd.option import COMMON, DEFAULTS, LARGEST, Option
 from cspd.plots import coloured
-from cspd.request import Inpainting, Request
+from cspd.request import Request
 from cspd.serving import v1
 from cspd.serving.access import Access, Logged, Refusal, handle_error, path_of
 from cspd.serving.bodies import (

@@ -18,7 +18,8 @@ import pydantic
 from PIL import Image, ImageOps, UnidentifiedImageError
 from starlette.requests import ClientDisconnect
 
-from cspd.request import FORMATS, Request
+from cspd.inpainting import FORMATS
+from cspd.request import Request
 from cspd.serving.access import Refusal
 from cspd.serving.loop import Closing, Full, Job, Jobs, public
 from cspd.terminal import is_out_of_memory, value_of

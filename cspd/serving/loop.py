@@ -19,7 +19,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from cspd.engine import Engine
 from cspd.files import link_of
-from cspd.request import Output, Request, png_of, png_text
+from cspd.pixels import png_of, png_text
+from cspd.request import Output, Request
 from cspd.terminal import say, watching
 
 NUMBERS = {  # statistics to show: their titles and formats

@@ -22,8 +22,9 @@ from PIL import ImageOps
 from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException, MultiPartParser
 
+from cspd.inpainting import Inpainting
 from cspd.method import parse_method
-from cspd.request import Inpainting, Request
+from cspd.request import Request
 from cspd.request import requests_of as requests_with_seeds
 from cspd.serving.access import Refusal, error_body
 from cspd.serving.bodies import (

@@ -17,7 +17,6 @@ from cspd.causal.runner import CausalRunner
 METHODS = {
     "ar": {},
     "speculative": {"window": 4, "draft": "frozen"},
-    "speculative by block": {"window": 4, "draft": "frozen", "verification": "block"},
     "calibrated": {"head_calls": 6},
     "disa": {"upper": 8, "lower": 4},
     "euler": {"head_calls": 5},
@@ -77,9 +76,9 @@ def test_ar_is_the_authors_sampler_in_ragged_batches(golden, engine):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ar_makes_the_golden_samples(name):
+def test_ar_makes_the_golden_samples(name, device):
     golden = CausalGolden(name)
-    engine = Engine(CausalModels(golden.model), max_batch=2, device="cpu")
+    engine = Engine(CausalModels(golden.model), max_batch=2, device=device)
     settings = {"method": "ar", "cfg": 3.0, "num_sampling_steps": STEPS}
     requests = [Request(label, seed, **settings) for label, seed in zip(LABELS.tolist(), SEEDS.tolist())]
     tokens = torch.stack([output.tokens for output in engine.generate(requests)], dim=1)

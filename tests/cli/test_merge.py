@@ -22,7 +22,7 @@ from cspd.cli import _parse, main
 from cspd.evaluation.images import LIST, RECORD, ImageFolder, in_turn, prompts_of
 from cspd.evaluation.run import MANIFEST, SIZE, Part, Shards, finish, finish_part, run_in, shards_store
 from cspd.files import Remote, publishing, write_json
-from cspd.request import to_uint8
+from cspd.pixels import to_uint8
 
 NUM = 40  # two shards of 16 images, and one of 8
 SETTINGS = ["--method", "ar", "--num-iter", "2", "--num-sampling-steps", "5", "--cfg", "1", "--max-batch", "4"]
@@ -68,6 +68,18 @@ def test_any_number_of_parts_make_the_same_images(whole, tmp_path):
     listed = images_listed(whole)
     assert [image["request"]["seed"] for image in listed] == list(range(5, 5 + NUM))
     assert "label" not in listed[2]["request"] and listed[1]["request"]["label"] == 7
+
+
+def test_a_run_of_an_earlier_version_is_read(whole, tmp_path):
+    """Its settings may have one that is gone: what happens without it is the same run, anything else is refused."""
+    out = shutil.copytree(whole, tmp_path / "out")
+    manifest = json.loads((out / MANIFEST).read_text())
+    for value in ("steps", None):
+        write_json(out / MANIFEST, manifest | {"request": manifest["request"] | {"verification": value}})
+        assert [*run_in(out).requests([3])] == [*run_in(whole).requests([3])]
+    write_json(out / MANIFEST, manifest | {"request": manifest["request"] | {"verification": "block"}})
+    with pytest.raises(ValueError, match="verification"):
+        run_in(out)
 
 
 def test_a_part_makes_its_missing_shards_and_no_others(whole, tmp_path, capsys):

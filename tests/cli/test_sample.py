@@ -142,6 +142,18 @@ def test_a_picture_sets_no_other_flag(tmp_path):
     assert (args.overwrite, args.out, args.plugin) == (False, Path("samples"), None)
 
 
+@pytest.mark.parametrize("value, status", [("steps", 0), ("block", 2)])
+def test_a_setting_of_an_earlier_version(value, status, tmp_path, capsys):
+    """What happens without it is generated again; anything else is refused, not left out."""
+    text = PngInfo()
+    request = {"seed": 7, "method": "ar", "label": 3, "num_iter": 2, "verification": value}
+    settings = {"version": "0.3.0", "models": {"checkpoint": small_checkpoint()}, "request": request}
+    text.add_text("cspd", json.dumps(settings))
+    Image.new("RGB", (8, 8)).save(tmp_path / "like.png", pnginfo=text)
+    assert main(["sample", "--like", str(tmp_path / "like.png"), "--out", str(tmp_path / "out")]) == status
+    assert ("verification" in capsys.readouterr().err) == bool(status)
+
+
 def test_the_record_has_no_nulls(engine, tmp_path):
     """A setting that was not given, such as a prompt, is left out. A resumed run finds the same settings."""
     run(engine, tmp_path, 2)

@@ -25,7 +25,7 @@ from cspd.continuous.rows import run_plain_round
 from cspd.evaluation import metrics
 from cspd.evaluation.metrics import SPACES, ClassifierExtractor, load_classifier, load_reference
 from cspd.evaluation.scores import NORMAL, Score, around, energy_test, holm, wilson
-from cspd.request import to_pil
+from cspd.pixels import to_pil
 
 
 def test_every_name_in_the_json_is_documented(comparison):

@@ -440,9 +440,13 @@ def test_a_run_is_resumed_with_the_same_files_only(folder_of, tmp_path, capsys):
     assert capsys.readouterr().out
     for folder in (draft, target):
         weights = folder / "model.safetensors"
-        weights.write_bytes(weights.read_bytes())  # changes the time of the file
+        whole = weights.read_bytes()
+        weights.write_bytes(whole)  # changes the time of the file only
+        assert main([*map(str, command)]) == 0
+        weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
         assert main([*map(str, command)]) == 2
         assert "folder" in capsys.readouterr().err
+        weights.write_bytes(whole)
 
 
 def test_memory_is_checked_before_weights_are_read(folder_of, monkeypatch):

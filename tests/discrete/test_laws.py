@@ -52,11 +52,13 @@ def slow(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def sampled(models: dict, kind: str, num: int, **changes: object) -> tuple[float, float, list[RoundStats]]:
+def sampled(
+    models: dict, kind: str, num: int, device: torch.device = CPU, **changes: object
+) -> tuple[float, float, list[RoundStats]]:
     """(the p-value of the target's distribution, the empirical TV from it, statistics) of `num` sequences."""
     method, settings = EXACT[kind]
     request = request_of(method, **settings, **changes)
-    tokens, statistics = draw(models, request, num, batch=min(num, NUM))
+    tokens, statistics = draw(models, request, num, batch=min(num, NUM), device=device)
     observed = counts(tokens)
     expected = distribution(models["target"], request)
     distance = 0.5 * (observed / num - expected).abs().sum().item()
@@ -65,8 +67,8 @@ def sampled(models: dict, kind: str, num: int, **changes: object) -> tuple[float
 
 @pytest.mark.parametrize("num", [NUM // 2, slow(200_000)])
 @pytest.mark.parametrize("kind", EXACT)
-def test_exact(kind, num, models):
-    p, _, statistics = sampled(models, kind, num)
+def test_exact(kind, num, models, device):
+    p, _, statistics = sampled(models, kind, num, device)
     assert p > SAME
     assert all(s.bound < 1e-5 for s in statistics)
 

@@ -18,7 +18,7 @@ from toys import (
 )
 
 from cspd import Engine, Request, VQModels
-from cspd.discrete.batch import seen_of
+from cspd.discrete.kv_cache import seen_of
 
 NUM = 10_000
 SAME = 1e-4  # p-values are above it; seeds are fixed, so that the right distribution never fails

@@ -21,7 +21,7 @@ from cspd.evaluation.images import ImageFolder, ImageList, export_npz
 from cspd.evaluation.metrics import SPACES, Extracted, check, features, load_classifier, load_reference, measure
 from cspd.evaluation.scores import discrepancy, energy_test, polynomial
 from cspd.models import bundled
-from cspd.request import to_pil, to_uint8
+from cspd.pixels import to_pil, to_uint8
 
 OF_INCEPTION = "sfid", "fd_dinov2"  # scores that classifiers' spaces lack
 

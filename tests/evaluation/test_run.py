@@ -19,7 +19,7 @@ import cspd
 from cspd.cli import main
 from cspd.cli.evaluate import format_evaluation
 from cspd.evaluation.run import EXPLODED, SIZE, Shards, arrays_of
-from cspd.request import to_uint8
+from cspd.pixels import to_uint8
 from cspd.runs import LOCK
 
 

@@ -37,7 +37,7 @@ from cspd.evaluation.metrics import (
     space_of_files,
 )
 from cspd.evaluation.run import Shards
-from cspd.request import to_pil, to_uint8
+from cspd.pixels import to_pil, to_uint8
 from mar.checkpoint import mar_spec
 from mar.model import MAR
 

@@ -19,7 +19,8 @@ from cspd.cli import bench, main
 from cspd.continuous.tuning import PARTS, REPORTED, trace
 from cspd.heads.calibrated import Audit, Shortcut, fit_shortcut, follow, plan_of, plans
 from cspd.heads.calibration import Trace, joined, ratio_over_images
-from cspd.heads.chain import Chain, evaluate
+from cspd.heads.chain import Chain
+from cspd.heads.net import evaluate
 from cspd.masked.runner import MARRunner
 from cspd.request import RoundStats
 from cspd.runs import MEASURED, measured, measured_lines

@@ -14,10 +14,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cspd import CausalModels, Engine, MARModels, Request, noise
-from cspd.device import Precision
+from cspd.device import Precision, on_device
 from cspd.heads.calibrated import Predictor, follow, make_segments
 from cspd.heads.calibration import Recorder, frozen
-from cspd.heads.chain import Chain, Inputs, modulation_size, on_device
+from cspd.heads.chain import Chain, Inputs, modulation_size
 from cspd.heads.samplers import ancestral, solve
 from mar.head import Head, ReadyHead, schedule
 

@@ -53,7 +53,7 @@ class Drafted:
     def __init__(self, case: Case) -> None:
         self.case, self.draft = case, case.calibration(frozen=True)
 
-    def chains(self, chain, window, draft, verification):
+    def chains(self, chain, window, draft):
         return self.case.chains(self.draft, window) if window else None
 
 
@@ -170,15 +170,15 @@ def test_settings_are_read_from_the_signature():
     def own(
         chain,
         share: Annotated[float, option("a share", high=1)] = 0.5,
-        num: Annotated[int | None, option("a number", low=2, metavar="N")] = None,
+        how_many: Annotated[int | None, option("a number", low=2, metavar="N")] = None,
         kind: Annotated[Literal["near", "far"], option("a choice")] = "near",
         not_an_option: int = 3,
     ):
         """Only those with a help text."""
 
-    share, num, kind = options_of(own)
+    share, how_many, kind = options_of(own)
     assert (share.name, share.kind, share.default, share.high, share.help) == ("share", float, 0.5, 1, "a share")
-    assert (num.name, num.kind, num.default, num.low, num.metavar) == ("num", int, None, 2, "N")
+    assert (how_many.kind, how_many.default, how_many.low, how_many.metavar) == (int, None, 2, "N")
     assert (kind.name, kind.kind, kind.default) == ("kind", ("near", "far"), "near")
 
 

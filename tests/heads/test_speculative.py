@@ -7,13 +7,14 @@ import dataclasses
 import pytest
 import torch
 from distributions import same_law_pvalue
-from heads import FP32, Case
+from heads import Case
 
 import cspd
 from cspd import Request
 from cspd.checkpoints import checkpoint_files
 from cspd.continuous.rows import run_plain_round
 from cspd.device import Precision
+from cspd.graphs import Graphs
 from cspd.masked.runner import MARRunner
 from cspd.request import Sequence, Stopwatch
 from mar.checkpoint import load_mar
@@ -36,54 +37,56 @@ class OneCondition(Head):
 
 
 @pytest.fixture(scope="module")
-def case():
+def case(device):
     """Chains at the condition of one token, ten iterations into an image."""
-    target = load_mar(checkpoint_files("digits32")["target"]).eval().requires_grad_(False)
-    runner = MARRunner(target, 1, CPU, FP32)
+    target = load_mar(checkpoint_files("digits32")["target"]).eval().requires_grad_(False).to(device)
+    runner = MARRunner(target, 1, device, Precision("fp32", device))
     sequence = Sequence(Request(label=4, seed=9, method="ar", **SETTINGS), 0, slot=0)
     with torch.inference_mode():
         runner.admit([sequence])
         for _ in range(10):
-            run_plain_round(runner, [sequence], Stopwatch(CPU))
+            run_plain_round(runner, [sequence], Stopwatch(device))
         rows = runner.next_rows([sequence])
         z = runner.conditions([sequence], rows)[:, :1]
-    return Case(OneCondition(target.head), z, num_steps=100, scale=rows.scale[0].item())
+    head = OneCondition(target.head) if device == CPU else target.head  # kernels read what every row has
+    return Case(head, z, num_steps=100, scale=rows.scale[0].item())
 
 
 @pytest.fixture(scope="module")
 def ancestral(case):
     with torch.inference_mode():
-        return case.path(ROWS, seed=2)
+        return case.path(ROWS, seed=2).cpu()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window, frozen", [(12, False), (4, True)])
-def test_the_distribution_at_a_fixed_condition(window, frozen, case, ancestral):
+def test_the_distribution_at_a_fixed_condition(window, frozen, case, ancestral, device):
     """Tokens, and log sigma along the chain, over 40 projections, radii and moments; of other seeds."""
+    settings = {} if device == CPU else {"precision": Precision("fp32", device), "graphs": Graphs(device)}
     with torch.inference_mode():
-        ended = case.speculative(case.calibration(frozen), window, ROWS, seed=1)
+        ended = case.speculative(case.calibration(frozen), window, ROWS, seed=1, **settings)
     calls = (ended.record != 0).float().sum(1).mean()
     assert calls < (40 if frozen else 14)
-    speculative = torch.cat([ended.tokens, ended.log_sigma.unsqueeze(1)], dim=1)
+    speculative = torch.cat([ended.tokens, ended.log_sigma.unsqueeze(1)], dim=1).cpu()
     assert same_law_pvalue(ancestral, speculative) > 1e-3
     noise = torch.randn(speculative.shape, generator=torch.Generator().manual_seed(0))
     assert same_law_pvalue(ancestral, speculative + 0.01 * speculative.std(0) * noise + 0.05) < 1e-4  # it has power
 
 
 @pytest.mark.slow
-def test_bf16_has_the_distribution_of_its_own_ancestral_chain(case):
+def test_bf16_has_the_distribution_of_its_own_ancestral_chain(case, device):
     """The head, and so p, is coarse; the draft and its density are not."""
-    bf16 = Precision("bf16", CPU)
+    bf16 = Precision("bf16", device)
     small = dataclasses.replace(case, num_steps=25)
     with torch.inference_mode():
         ancestral = small.ancestral(1500, seed=2, precision=bf16)
         ended = small.speculative(small.calibration(), 6, 1500, seed=1, precision=bf16)
-    assert same_law_pvalue(ancestral, ended.tokens) > 1e-3
+    assert same_law_pvalue(ancestral.cpu(), ended.tokens.cpu()) > 1e-3
 
 
 @pytest.fixture(scope="module")
 def engine():
-    return cspd.load("digits32", max_batch=1)
+    return cspd.load("digits32", max_batch=1, device="cpu")
 
 
 @pytest.fixture(scope="module")

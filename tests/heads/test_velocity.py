@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from distributions import normal_pvalue, same_law_pvalue
-from graphs import replayed
 from heads import CENTRES, CHANNELS, FP32, GUIDED, UNGUIDED, Case
 from scipy import stats
 from velocity import VelocityHead
@@ -24,7 +23,6 @@ from cspd.heads.calibrated import fit_shortcut, follow, plan_of
 
 ROWS = 6000
 RIGHT = 1e-3  # p-values of correct code are above it
-BY_BLOCK = pytest.mark.parametrize("by_block", [False, True], ids=["steps", "block"])
 
 
 def gaussian(binary: bool, guidance: float | None, num_steps: int, tau: float) -> Case:
@@ -52,7 +50,6 @@ def moments(case: Case) -> tuple[torch.Tensor, float]:
     return mean, variance
 
 
-@BY_BLOCK
 @pytest.mark.parametrize(
     "num_steps, window, frozen, guidance, tau, binary",
     [
@@ -64,39 +61,13 @@ def moments(case: Case) -> tuple[torch.Tensor, float]:
         (100, 16, True, 2.5, 1.0, False),
     ],
 )
-def test_gaussian_tokens_have_their_known_distribution(num_steps, window, frozen, guidance, tau, binary, by_block):
+def test_gaussian_tokens_have_their_known_distribution(num_steps, window, frozen, guidance, tau, binary):
     case = gaussian(binary, guidance, num_steps, tau)
-    ended = case.speculative(case.calibration(frozen), window, ROWS, seed=1, by_block=by_block)
+    ended = case.speculative(case.calibration(frozen), window, ROWS, seed=1)
     mean, variance = moments(case)
     assert normal_pvalue((ended.tokens.double() - mean) / variance**0.5) > RIGHT
     # the variances of p and q are equal, so the mirror image of a rejected draft is always a draw of p
-    rejections = (ended.record < 0).sum(1).tolist()
-    assert ended.tries == (rejections if by_block else [0] * ROWS) and not any(ended.fallbacks)
-
-
-@pytest.mark.parametrize("window, bias", [(3, 0.0), (12, 0.0), (6, 0.3)])
-def test_what_a_block_has_looked_at_is_drawn_anew(window, bias):
-    """One wide Gaussian in one dimension, where noise that is used again after a rejection shows at once."""
-    case = Case(VelocityHead(torch.zeros(1, 1), (1.0,)), torch.full((1, 1, 1), 1.5), num_steps=12)
-    draft = case.calibration(frozen=True)
-    draft = dataclasses.replace(draft, coefficients=draft.coefficients + np.float32(bias))
-    ended = case.speculative(draft, window, 20_000, seed=1, by_block=True)
-    mean, variance = moments(case)
-    assert normal_pvalue((ended.tokens.double() - mean) / variance**0.5) > RIGHT
-
-
-def test_blocks_are_the_same_in_graphs():
-    case = mixture(False, None)
-    draft = case.calibration(frozen=True)
-    eager, in_graphs = (case.speculative(draft, 6, 200, 1, by_block=True, graphs=g) for g in (None, replayed()))
-    assert torch.equal(eager.tokens, in_graphs.tokens) and torch.equal(eager.record, in_graphs.record)
-
-
-def test_blocks_take_fewer_calls():
-    case = mixture(False, None)
-    for draft in (case.calibration(), case.calibration(frozen=True)):
-        steps, block = (case.speculative(draft, 24, 2000, seed=1, by_block=by_block) for by_block in (False, True))
-        assert (block.record != 0).sum() < 0.96 * (steps.record != 0).sum()
+    assert not any(ended.tries) and not any(ended.fallbacks)
 
 
 @functools.cache
@@ -110,22 +81,20 @@ def reference(case: Case) -> torch.Tensor:
     return case.ancestral(3 * ROWS, seed=2)
 
 
-@BY_BLOCK
 @pytest.mark.parametrize("binary, guidance", [(False, None), (True, 2.0)])
 @pytest.mark.parametrize("window, frozen", [(1, False), (5, True), (24, False)])
-def test_mixtures_have_the_ancestral_distribution(binary, guidance, window, frozen, by_block):
+def test_mixtures_have_the_ancestral_distribution(binary, guidance, window, frozen):
     case = mixture(binary, guidance)
-    ended = case.speculative(case.calibration(frozen), window, ROWS, seed=1, by_block=by_block)
+    ended = case.speculative(case.calibration(frozen), window, ROWS, seed=1)
     assert same_law_pvalue(reference(case), ended.tokens) > RIGHT
 
 
-@BY_BLOCK
 @pytest.mark.parametrize("spread", [0.05, 0.5])
-def test_any_draft_is_exact(spread, by_block):
+def test_any_draft_is_exact(spread):
     case, rng = mixture(False, None), np.random.default_rng(0)
     draft = case.calibration()
     wrong = (draft.coefficients + spread * rng.normal(size=draft.coefficients.shape)).astype(np.float32)
-    ended = case.speculative(dataclasses.replace(draft, coefficients=wrong), 6, ROWS, seed=1, by_block=by_block)
+    ended = case.speculative(dataclasses.replace(draft, coefficients=wrong), 6, ROWS, seed=1)
     assert same_law_pvalue(reference(case), ended.tokens) > RIGHT
 
 
@@ -152,28 +121,26 @@ def sign_probability(positive: float, num_steps: int) -> float:
     raise AssertionError
 
 
-@BY_BLOCK
 @pytest.mark.parametrize("window, frozen", [(4, True), (12, False)])
-def test_signs_are_counted(window, frozen, by_block):
+def test_signs_are_counted(window, frozen):
     """Two independent bits; a draft of both is accepted or rejected as one."""
     chances, num_steps = (0.5, 0.8), 20
     corners = torch.tensor([[-1.0, -1.0], [-1.0, 1.0], [1.0, -1.0], [1.0, 1.0]])
     weights = [math.prod(p if bit > 0 else 1 - p for p, bit in zip(chances, corner)) for corner in corners.tolist()]
     head = VelocityHead(corners, (1e-3,) * 4, weights, binary=True)
     case = Case(head, torch.zeros(1, 1, 2), num_steps)
-    tokens = case.speculative(case.calibration(frozen), window, 20_000, seed=1, by_block=by_block).tokens.sign()
+    tokens = case.speculative(case.calibration(frozen), window, 20_000, seed=1).tokens.sign()
     ends = [sign_probability(p, num_steps) for p in chances]
     expected = [math.prod(p if bit > 0 else 1 - p for p, bit in zip(ends, corner)) for corner in corners.tolist()]
     counts = [(tokens == corner).all(1).sum().item() for corner in corners]
     assert stats.chisquare(counts, 20_000 * np.array(expected) / sum(expected)).pvalue > RIGHT
 
 
-@BY_BLOCK
-def test_a_right_draft_needs_no_call_for_the_last_step(by_block):
+def test_a_right_draft_needs_no_call_for_the_last_step():
     """A linear head is predicted without an error; the last step is one more row of the last window."""
     case = gaussian(False, None, 24, 1.0)
     for window in (1, 6, 8):
-        ended = case.speculative(case.calibration(), window, 200, seed=3, by_block=by_block)
+        ended = case.speculative(case.calibration(), window, 200, seed=3)
         calls = (ended.record != 0).sum(1)
         assert calls.float().mean() == pytest.approx(1 + 24 / window, abs=0.5)
         assert (ended.tokens - case.ancestral(200, seed=3)).abs().median() < 1e-3

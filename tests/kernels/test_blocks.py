@@ -5,7 +5,7 @@ import torch
 from conftest import relative_error
 
 from cspd.heads.calibrated import Segment, _sources, weighted
-from cspd.heads.chain import guided
+from cspd.heads.net import guided
 from cspd.kernels import head as kernels_head
 from mar.head import Head
 

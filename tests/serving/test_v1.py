@@ -20,7 +20,7 @@ from serving import link_of, message_of, pixels, served
 
 import cspd
 from cspd.cli import _parse
-from cspd.request import png_of
+from cspd.pixels import png_of
 from cspd.serving import app, loop
 from cspd.serving.v1 import MOST_IMAGES
 
