@@ -17,7 +17,6 @@ import functools
 import importlib
 import os
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,12 @@ os.environ["ENABLE_TORCH_COMPILE"] = "false"  # NextStep-1's own switch
 import numpy as np
 import torch
 from llamagen_loop import in_turns
+from mar_loop import stand_in
 from torch import Tensor, nn
 
 import cspd
 from cspd.engine import Engine
-from cspd.evaluation.scores import energy_test
+from cspd.evaluation.scores import LEAST_PAIRS, energy_test
 from cspd.gpu_check.times import their_model
 from cspd.pixels import to_uint8
 
@@ -63,13 +63,6 @@ def with_drawn_zeros(model: nn.Module) -> nn.Module:
         if not parameter.any():
             parameter.data.normal_(std=0.5 * parameter.shape[-1] ** -0.5)
     return model.eval()
-
-
-def stand_in(*names: str, **attributes: Any) -> None:
-    """Modules of these names, in place of packages that sampling does not need."""
-    for name in names:
-        sys.modules[name] = types.ModuleType(name)
-        vars(sys.modules[name]).update(attributes)
 
 
 def mar(args: argparse.Namespace) -> tuple[Any, SampleBatch]:
@@ -158,9 +151,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--runs", type=int, default=5, help="runs of each, interleaved")
-    parser.add_argument("--images", type=int, default=64, help="of each, for the test")
+    parser.add_argument("--images", type=int, default=64, help=f"of each, for the test, {LEAST_PAIRS} or more")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write a MAR's decoded images")
     args = parser.parse_args()
+    if args.images < LEAST_PAIRS:
+        parser.error(f"give --images {LEAST_PAIRS} or more")
 
     torch.set_num_threads(args.threads)
     sys.path.insert(0, args.folder)

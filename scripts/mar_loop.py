@@ -8,6 +8,8 @@ the bare matrix products of the same images: the same calls in the same order, w
 from __future__ import annotations
 
 import argparse
+import sys
+import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -54,6 +56,13 @@ class Products(TorchDispatchMode):
     def replay(self) -> None:
         for function, args in self.calls:
             function(*args)
+
+
+def stand_in(*names: str, **attributes: Any) -> None:
+    """Modules of these names, in place of packages that sampling does not need."""
+    for name in names:
+        sys.modules[name] = types.ModuleType(name)
+        vars(sys.modules[name]).update(attributes)
 
 
 def products_of(engine: Engine, requests: list[Request]) -> Callable[[], None]:

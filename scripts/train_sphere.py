@@ -25,7 +25,7 @@ from training import Loss, chosen, device_of_process, export, fit, go_on_with, r
 
 import cspd
 from cspd.causal.autoencoders import SphereVAE
-from cspd.causal.models import Causal, DiffHead
+from cspd.causal.models import Causal
 from cspd.causal.registry import CAUSALS, load_autoencoder
 from cspd.runs import file_fingerprint
 
@@ -63,15 +63,20 @@ def initialise(model: Causal) -> None:
         nn.init.zeros_(layer.weight)
 
 
-def head_loss(head: DiffHead, x1: Tensor, z: Tensor, generator: torch.Generator) -> Tensor:
-    """The squared error of the velocity towards tokens x1 [N, d], given conditions z [N, D]."""
+def noised(x1: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Times t [N], noise [N, ..] and noisy tokens [N, ..] for the loss of tokens x1 [N, ..]."""
     rows = len(x1)
     t = torch.randn(rows, generator=generator).sigmoid()
     uniform = int(rows * UNIFORM_SHARE)
     t[:uniform] = torch.rand(uniform, generator=generator)
     noise = torch.randn(x1.shape, generator=generator).to(x1.device)
     t = t.to(x1.device)
-    x = torch.lerp(noise, x1, t.unsqueeze(1))
+    return t, noise, torch.lerp(noise, x1, t.view(-1, *[1] * (x1.dim() - 1)))
+
+
+def head_loss(head: nn.Module, x1: Tensor, z: Tensor, generator: torch.Generator) -> Tensor:
+    """The squared error of the velocity towards tokens x1 [N, d], given conditions z [N, D]."""
+    t, noise, x = noised(x1, generator)
     return F.mse_loss(head(x, t, z).float(), x1 - noise)
 
 

@@ -919,9 +919,23 @@ BUGS = [
     Bug(
         "velocity from token to noise",
         "scripts/train_sphere.py",
-        "torch.lerp(noise, x1, t.unsqueeze(1))",
-        "torch.lerp(x1, noise, t.unsqueeze(1))",
+        "torch.lerp(noise, x1, t.view(",
+        "torch.lerp(x1, noise, t.view(",
         "test_spheres.py",
+    ),
+    Bug(
+        "cells of a patch in the order of rows",
+        "scripts/train_patches.py",
+        "grid.transpose(2, 3).flatten(3)",
+        "grid.flatten(3)",
+        "test_patches.py",
+    ),
+    Bug(
+        "conditions of a token, not of an image, follow each other",
+        "scripts/train_patches.py",
+        "torch.stack(kept, dim=2)",
+        "torch.stack(kept, dim=1)",
+        "test_patches.py",
     ),
     Bug(
         "score too large in the authors' loop",

@@ -503,12 +503,13 @@ def sample_published(
     temperature: float = 1.0,
     num_sampling_steps: int = 100,
     normals: Normals | None = None,
+    draw: Callable[..., Tensor] = draw_published,
 ) -> Tensor:
     """Samples one batch, all sequences in lockstep.
 
     Args:
         labels: int64 [B]. Others as in `cspd.Request`.
-        normals: by default torch's global generator.
+        normals: by default torch's global generator. draw: with the arguments and the result of `draw_published`.
 
     Returns:
         Tokens, float32 [B, L, d].
@@ -531,7 +532,7 @@ def sample_published(
         branches = 2 if guided and scale != 1 else 1
         z = z.unflatten(0, (branches, -1))
         noise = normals(token, (num_sampling_steps + 1, z.shape[1], config.token_dim))
-        drawn = model.finish(draw_published(model.head, z, scale, num_sampling_steps, temperature, noise))
+        drawn = model.finish(draw(model.head, z, scale, num_sampling_steps, temperature, noise))
         if branches == 2:
             drawn = drawn.repeat(2, 1)
         tokens.append(drawn[:count])
