@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -88,6 +88,25 @@ class Attention(nn.Module):
         return self.proj(rearrange(h, "b h n d -> b n (h d)"))
 
 
+class Norm(nn.LayerNorm):
+    """A LayerNorm in a residual stream, at which an update joins the stream.
+
+    Attributes:
+        fused: a function that `joined` calls instead, or None; set if the device has a kernel for it.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim, eps=LAYER_NORM_EPS)
+        self.fused: Callable[..., tuple[Tensor, Tensor]] | None = None
+
+    def joined(self, x: Tensor, update: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(the stream x + update [.., D], the same, normalised, in a type); without an update, x itself."""
+        if self.fused is not None and not torch.compiler.is_compiling():  # a compiler fuses by itself
+            return self.fused(self, x, update, dtype)
+        x = x if update is None else x + update
+        return x, self(x).to(dtype)
+
+
 class Block(nn.Module):
     """A pre-norm transformer block; its weights have the names of timm's ViT block, as in official files.
 
@@ -96,16 +115,34 @@ class Block(nn.Module):
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=LAYER_NORM_EPS)
+        self.norm1 = Norm(dim)
         self.attn = Attention(dim, num_heads)
-        self.norm2 = nn.LayerNorm(dim, eps=LAYER_NORM_EPS)
+        self.norm2 = Norm(dim)
         layers = OrderedDict(fc1=nn.Linear(dim, 4 * dim), act=nn.GELU(), fc2=nn.Linear(4 * dim, dim))
         self.mlp = nn.Sequential(layers)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x [B, N, D]; `mask` as in `Attention`."""
-        x = x + self.attn(self.norm1(x), mask)
-        return x + self.mlp(self.norm2(x))
+    def forward(self, x: Tensor, update: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The stream x [B, N, D] and the update that is to join it, after this block; `mask` as in `Attention`."""
+        x, normed = self.normalised(x, update)
+        return self.finished(x, self.attn(normed, mask))
+
+    def normalised(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The stream with the update of the block before, and the input of this block's attention."""
+        return self.norm1.joined(x, update, self.attn.qkv.weight.dtype)
+
+    def finished(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """The stream with the update of the attention, and the update of the MLP."""
+        first = cast("nn.Linear", self.mlp[0])
+        x, normed = self.norm2.joined(x, attended, first.weight.dtype)
+        return x, self.mlp(normed)
+
+
+def through(blocks: Iterable[nn.Module], x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """The stream x [B, N, D] after blocks, and the last one's update, which is to join it."""
+    update = None
+    for block in blocks:
+        x, update = block(x, update, mask)
+    return x, update
 
 
 class MAR(nn.Module):
@@ -129,7 +166,7 @@ class MAR(nn.Module):
         self.z_proj_ln = nn.LayerNorm(dim, eps=LAYER_NORM_EPS)
         self.encoder_pos_embed_learned = nn.Parameter(torch.zeros(1, length, dim))
         self.encoder_blocks = blocks()
-        self.encoder_norm = nn.LayerNorm(dim, eps=LAYER_NORM_EPS)
+        self.encoder_norm = Norm(dim)
         self.decoder_embed = nn.Linear(dim, dim)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, dim))
         self.decoder_pos_embed_learned = nn.Parameter(torch.zeros(1, length, dim))
@@ -172,9 +209,8 @@ class MAR(nn.Module):
         """Encoder output [B, buffer + N, D]: buffer, then the tokens at positions `known` [B, N] and padding."""
         x = self.embed(tokens, known, is_known, class_embedding)
         mask = self.attention_mask(F.pad(is_known, (self.config.buffer_size, 0), value=True))
-        for block in self.encoder_blocks:
-            x = block(x, mask)
-        return self.encoder_norm(x)
+        _, encoded = self.encoder_norm.joined(*through(self.encoder_blocks, x, mask), self.decoder_embed.weight.dtype)
+        return encoded
 
     def attention_mask(self, is_there: Tensor) -> Tensor:
         """The mask [B, 1, 1, N] to add to attention scores, 0 or -inf; is_there: bool [B, N]."""
@@ -197,11 +233,11 @@ class MAR(nn.Module):
         buffer = self.config.buffer_size
         x = self.arrange(encoded, known, is_known)
         *blocks, last = cast("list[Block]", list(self.decoder_blocks))
-        for block in blocks:
-            x = block(x)
+        x, update = through(blocks, x)
         if positions is None:
-            return self.decoder_norm(last(x))[:, buffer:] + self.diffusion_pos_embed_learned
-        return self.condition(block_at(last, x, positions + buffer), positions)
+            x, update = last(x, update)
+            return self.decoder_norm(x + update)[:, buffer:] + self.diffusion_pos_embed_learned
+        return self.condition(block_at(last, x, update, positions + buffer), positions)
 
     def arrange(self, encoded: Tensor, known: Tensor, is_known: Tensor) -> Tensor:
         """The decoder's input [B, buffer + L, D]: buffer, then all positions in raster order."""
@@ -263,32 +299,34 @@ def following(order: Tensor, start: Tensor, most: int) -> Tensor:
     return order.gather(1, ranks.clamp(max=order.shape[1] - 1))
 
 
-def block_at(block: Block, x: Tensor, positions: Tensor) -> Tensor:
-    """A transformer block's output [B, M, D] at positions [B, M] of x [B, N, D]: their queries, all keys."""
-    normed = block.norm1(x)
+def block_at(block: Block, x: Tensor, update: Tensor | None, positions: Tensor) -> Tensor:
+    """A block's output [B, M, D] at positions [B, M] of its inputs [B, N, D]: their queries, all keys."""
+    x, normed = block.normalised(x, update)
     index = _expand(positions, x.shape[-1])
-    return attend(block, x.gather(1, index), normed.gather(1, index), keys_values(block, normed))
+    x, update = attend(block, x.gather(1, index), normed.gather(1, index), keys_values(block, normed))
+    return x + update
 
 
 def keys_values(block: Block, normed: Tensor) -> Tensor:
     """Keys and values [B, N, 2D] from a block's normalised input [B, N, D]."""
     qkv, dim = block.attn.qkv, normed.shape[-1]
-    return F.linear(normed.to(qkv.weight.dtype), qkv.weight[dim:], qkv.bias[dim:])
+    return F.linear(normed, qkv.weight[dim:], qkv.bias[dim:])
 
 
-def attend(block: Block, x: Tensor, normed: Tensor, keys_values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """A block's output [B, M, D] for some of its inputs, given all keys and values.
+def attend(
+    block: Block, x: Tensor, normed: Tensor, keys_values: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """A block's stream and update [B, M, D] for some of its inputs, given all keys and values.
 
     Args:
         x: the inputs [B, M, D]. normed: the same, normalised. keys_values: [B, N, 2D].
     """
     attn, dim = block.attn, x.shape[-1]
-    q = F.linear(normed.to(attn.qkv.weight.dtype), attn.qkv.weight[:dim], attn.qkv.bias[:dim])
+    q = F.linear(normed, attn.qkv.weight[:dim], attn.qkv.bias[:dim])
     k, v = keys_values.chunk(2, dim=-1)
     q, k, v = (rearrange(t, "b n (h d) -> b h n d", h=attn.num_heads) for t in (q, k, v))
     h = rearrange(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), "b h n d -> b n (h d)")
-    x = x + attn.proj(h)
-    return x + block.mlp(block.norm2(x))
+    return block.finished(x, attn.proj(h))
 
 
 def _expand(index: Tensor, channels: int) -> Tensor:

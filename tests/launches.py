@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 VIEWS = {"empty", "empty_like", "new_empty", "view", "_unsafe_view", "t", "transpose", "select", "split", "slice"}
-VIEWS |= {"unbind", "expand", "unsqueeze", "squeeze", "alias", "detach", "split_with_sizes", "empty_strided"}
+VIEWS |= {"unbind", "permute", "expand", "unsqueeze", "squeeze", "alias", "detach", "split_with_sizes", "empty_strided"}
 
 
 class Launch(NamedTuple):

@@ -38,12 +38,14 @@ from cspd.heads.speculative import PASSES, Chains
 from mar import model as mar_model
 from mar.checkpoint import MARS
 from mar.head import Head, filled
+from mar.model import MARConfig, Norm
 
 pytest.importorskip("triton", ".".join(map(str, kernels.TRITON)), reason="no Triton, or one that is too old")
 
 from launches import can_target, noted, pretended, resources
 from triton.runtime.jit import JITFunction
 
+from cspd.kernels import backbone as kernels_backbone
 from cspd.kernels import head as kernels_head
 from cspd.kernels import philox, speculative
 
@@ -226,6 +228,13 @@ def after_calls(dtype):
     kernels_head.segment_step(x, out, torch.empty(9, 8, 16), scale, scale, None, column, column, torch.empty(11))
 
 
+def between_products(dtype):
+    for width in {MARS[name].config.embed_dim for name in ("mar_base", "mar_large", "mar_huge")}:
+        x = torch.empty(8, width)
+        kernels_backbone.join(Norm(width), x, x.to(dtype), dtype)
+        kernels_backbone.join(Norm(width), x, None, dtype)
+
+
 LARGEST_REGISTERS = 128  # of a thread: with more, a program of 16 warps does not fit on a multiprocessor
 SPILLED = 8  # bytes of stack: two numbers that a loop reads, so that two programs fit on a multiprocessor, not one
 H100, NO_TARGET = 90, 77  # a compute capability, and an exit code
@@ -233,6 +242,7 @@ ANGLES = 32  # bytes of stack that cosine and sine would use for angles above 10
 WORK = {
     "draws": every_draw,
     "after calls": after_calls,
+    "between the backbone's products": between_products,
     "step of mar_base": lambda dtype: denoising_step(a_head("mar_base", dtype=dtype), dtype=dtype),
     "step of mar_large": lambda dtype: denoising_step(a_head("mar_large", dtype=dtype), dtype=dtype),
     "step of mar_huge": lambda dtype: denoising_step(a_head("mar_huge", dtype=dtype), dtype=dtype),
@@ -270,7 +280,7 @@ def check_targets(capability):
     """Compiles every kernel for a compute capability; for a process of its own."""
     if not can_target(capability):
         raise SystemExit(NO_TARGET)
-    modules = [vars(module) for module in (kernels_head, philox, speculative)]
+    modules = [vars(module) for module in (kernels_backbone, kernels_head, philox, speculative)]
     missing = {name for own in modules for name, value in own.items() if isinstance(value, JITFunction)}
     missing = {name for name in missing if name.endswith("_kernel")}
     for dtype, work in itertools.product((torch.float32, torch.bfloat16), WORK.values()):
@@ -320,6 +330,24 @@ def launched(work: Callable[..., Tensor | None], *inputs: Any) -> int:
         with noted() as (launches, operations):
             work(*inputs)
     return len(launches) + len(operations)
+
+
+def of_blocks(depth: int) -> int:
+    with META:
+        config = MARConfig(img_size=64, embed_dim=8, depth=depth, num_heads=2, diffloss_w=8, diffloss_d=1)
+        model = mar_model.MAR(config).requires_grad_(False)
+    kernels.fuse(model, META)
+    own = Precision("bf16", META).prepare(model)
+    size = model.config.seq_len
+    tokens, order = torch.empty(2, size, model.config.token_dim, device=META), CHAIN.new_empty(2, size)
+    return launched(own, tokens, order, CHAIN[:2], torch.empty(2, 8, device=META), order, size)
+
+
+def test_launches_of_the_backbone(fused, monkeypatch):
+    """In a layer of the encoder and one of the decoder; attention is one kernel on a GPU."""
+    monkeypatch.setattr(mar_model.F, "scaled_dot_product_attention", lambda q, k, v, attn_mask: q.abs())
+    counted = gpu_costs.KERNELS if fused else gpu_costs.PYTORCH
+    assert of_blocks(3) - of_blocks(2) == 2 * counted.backbone[1]
 
 
 def chain_of(head: Head, num_steps: int) -> Chain:

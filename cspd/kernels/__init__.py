@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import functools
 import warnings
+from typing import Any
 
 import torch
+from torch import nn
 
 from cspd.terminal import first_line, switched_on
 from mar.head import Head
@@ -35,13 +37,19 @@ def available(device: torch.device) -> bool:
     return device.type == "cuda" and switched_on(SWITCH, usually=True) and _supported(device)
 
 
-def fuse(head: Head, device: torch.device) -> None:
-    """Lets a diffusion head on this device use the kernels, if they run there."""
-    head.fused = None  # it may have been on another device
+def fuse(model: nn.Module, device: torch.device) -> None:
+    """Lets the parts of a model on this device use the kernels that there are for them, if kernels run there."""
+    kernel_of = {}
     if available(device):
-        from cspd.kernels.head import denoise  # imports Triton, which is not everywhere
+        from cspd.kernels.backbone import join  # these import Triton, which is not everywhere
+        from cspd.kernels.head import denoise
+        from mar.model import Norm
 
-        head.fused = denoise
+        kernel_of = {Head: denoise, Norm: join}
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "fused"):
+            module.fused = kernel_of.get(type(module))  # or None: it may have been on another device
 
 
 @functools.cache

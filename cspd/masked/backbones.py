@@ -24,7 +24,7 @@ from cspd.option import Option
 from cspd.request import Request, Sequence
 from cspd.terminal import number_list
 from mar.head import filled
-from mar.model import MAR, PAD_TO, Block, attend, following, keys_values
+from mar.model import MAR, PAD_TO, Block, attend, following, keys_values, through
 
 # A backbone is a function (runner, batch, rows) -> z float32 [G, R, D], G = 2 (unconditional branch second) if the
 # batch is guided. `full_conditions` evaluates the whole transformer. A backbone with a name (`@backbone`) can be chosen
@@ -147,28 +147,28 @@ def refresh(
     x = model.embed(tokens, known, is_known, class_embedding)
     mask = model.attention_mask(F.pad(is_known, (buffer, 0), value=True))
     zero = cache.encoder.new_zeros(())  # a Python number would be copied to the device
+    update: Any = None
     for layer, block in zip(cache.encoder, model.encoder_blocks):
-        normed = block.norm1(x)
+        x, normed = block.normalised(x, update)
         own = keys_values(block, normed)
         layer[slots, : x.shape[1]] = own[:num_cached].to(layer.dtype)
         layer[slots, x.shape[1] :] = zero  # an earlier sequence may have left NaN there, which a mask does not stop
-        x = attend(block, x, normed, own, mask)
+        x, update = attend(block, x, normed, own, mask)
 
-    x = model.arrange(model.encoder_norm(x), known, is_known)
+    x = model.arrange(model.encoder_norm(x + update), known, is_known)
     length = x.shape[1]
     cache.inputs[slots, :length] = x[:num_cached]
     selecting = selecting_layer(model)
-    for block in model.decoder_blocks[:selecting]:
-        x = block(x)
+    x, update = through(model.decoder_blocks[:selecting], x)
     entries = positions + buffer
     for layer, block in zip(cache.decoder, model.decoder_blocks[selecting:]):
-        normed = block.norm1(x)
+        x, normed = block.normalised(x, update)
         own = keys_values(block, normed)
         layer[slots, :length] = own[:num_cached].to(layer.dtype)
         if block is model.decoder_blocks[-1]:  # its output is needed at the positions only
             x, normed = _gathered(x, entries), _gathered(normed, entries)
-        x = attend(block, x, normed, own)
-    return x
+        x, update = attend(block, x, normed, own)
+    return x + update
 
 
 class Counts(NamedTuple):
@@ -235,12 +235,13 @@ def _encode_new(
     is_committed = torch.arange(length, device=order.device) < (num.committed + buffer).unsqueeze(-1)
     x = model.embed(tokens, new, ~is_padding, class_embedding)
     mask = model.attention_mask(is_committed)
+    update: Any = None
     for layer, block in zip(cache.encoder, model.encoder_blocks):
-        normed = block.norm1(x)
+        x, normed = block.normalised(x, update)
         own = keys_values(block, normed)
         _write(layer, slots, entries, own)
-        x = attend(block, x, normed, layer[slots, :length].to(own.dtype), mask)
-    encoded = model.decoder_embed(model.encoder_norm(x))
+        x, update = attend(block, x, normed, layer[slots, :length].to(own.dtype), mask)
+    encoded = model.decoder_embed(model.encoder_norm(x + update))
 
     # the decoder's input at the buffer and at the new tokens, in place of the mask token
     new_entries = (new + buffer).masked_fill(is_padding, padding)
@@ -268,10 +269,9 @@ def _decode_selected(
     # all positions, up to the keys and values of the selecting layer
     x = cache.inputs[slots, :size]
     selecting = selecting_layer(model)
-    for block in model.decoder_blocks[:selecting]:
-        x = block(x)
+    x, update = through(model.decoder_blocks[:selecting], x)
     first, *later_blocks = model.decoder_blocks[selecting:]
-    normed = first.norm1(x)
+    x, normed = first.normalised(x, update)
     own = keys_values(first, normed)
     before = cache.decoder[0][slots, :size]
     cache.decoder[0][slots, :size] = own.to(before.dtype)
@@ -291,15 +291,15 @@ def _decode_selected(
     selected_entries = torch.cat([next_entries, others.masked_fill(is_padding, padding)], dim=1)
 
     # the other layers compute the selected positions only, over the cached keys and values of all
-    x = attend(first, _gathered(x, selected), _gathered(normed, selected), own)
+    x, update = attend(first, _gathered(x, selected), _gathered(normed, selected), own)
     for layer, block in zip(cache.decoder[1:], later_blocks):
-        normed = block.norm1(x)
+        x, normed = block.normalised(x, update)
         own = keys_values(block, normed)
         _write(layer, slots, selected_entries, own)
         if block is later_blocks[-1]:  # its output is needed at the tokens to predict only
-            x, normed = x[:, :num_next], normed[:, :num_next]
-        x = attend(block, x, normed, layer[slots, :size].to(own.dtype))
-    return x[:, :num_next], positions
+            x, normed = x[:, :num_next], normed[:, :num_next].contiguous()  # else bfloat16 rounds before the bias
+        x, update = attend(block, x, normed, layer[slots, :size].to(own.dtype))
+    return (x + update)[:, :num_next], positions
 
 
 def _lowest(score: Tensor, new_entries: Tensor, next_entries: Tensor, most: int) -> Tensor:

@@ -122,7 +122,7 @@ class MARRunner:
         self.classes = {}
         for name, model in self.models.items():
             if model is not None:
-                kernels.fuse(model.head, device)
+                kernels.fuse(model, device)
                 precision.prepare(model)  # before slots take the memory
                 self.classes[name] = torch.cat([model.class_emb.weight, model.fake_latent])
 

@@ -1,4 +1,4 @@
-"""The head by kernels, and the steps after its call, agree with PyTorch."""
+"""The head and the norms by kernels, and the steps after a head call, agree with PyTorch."""
 
 import pytest
 import torch
@@ -7,7 +7,9 @@ from conftest import relative_error
 from cspd.heads.calibrated import Segment, _sources, weighted
 from cspd.heads.net import guided
 from cspd.kernels import head as kernels_head
+from cspd.kernels.backbone import join
 from mar.head import Head
+from mar.model import Norm
 
 BF16 = torch.bfloat16
 SIZES = [  # rows, classes, channels, width, depth
@@ -73,6 +75,22 @@ def test_inputs_may_have_any_strides():
     by_head = kernels_head.ancestral_step(head, strided[0], layers, strided[2], scale, 0.9, -0.3, 0.4)
     assert relative_error(by_head, expected) < 2e-6
     assert relative_error(kernels_head.denoise(head, strided[0], layers), out) < 2e-6
+
+
+@pytest.mark.parametrize("update", [None, torch.float32, BF16])
+@pytest.mark.parametrize("width", [8, 33, 1280])
+def test_joined_norms_agree(width, update):
+    norm = Norm(width)
+    for parameter in norm.parameters():
+        parameter.normal_()
+    x, more = torch.randn(2, 3, width), torch.randn(2, 3, width).to(update or BF16)
+    more = None if update is None else more.mT.contiguous().mT  # of any strides
+    for dtype, error in ((torch.float32, 1e-6), (BF16, 8e-3)):  # the interpreter rounds towards zero
+        stream, normed = norm.joined(x, more, dtype)
+        by_kernel, own_normed = join(norm, x, more, dtype)
+        assert torch.equal(by_kernel, stream)
+        assert own_normed.dtype == dtype
+        assert relative_error(own_normed.float(), normed.float()) < error
 
 
 BAD = {
