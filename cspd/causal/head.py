@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +14,6 @@ from torch.nn import functional as F
 from cspd.heads.chain import EulerMaruyama, euler_maruyama
 from cspd.transformer import FeedForward
 from mar.head import LAYER_NORM_EPS, Modulations, TimestepEmbedder
-
-if TYPE_CHECKING:
-    from cspd.causal.models import CausalConfig
 
 # The head's chain: an Euler-Maruyama scheme (`cspd.heads.chain`). SphereAR's head gives the velocity; BitDance's gives
 # the clean token.
@@ -115,32 +112,44 @@ class _Net(nn.Module):
 
     FLOAT32 = ("time_embed", "cond_embed")  # under every precision, since all steps of a chain depend on them
 
-    def __init__(self, config: CausalConfig) -> None:
+    def __init__(self, channels: int, width: int, depth: int, cond_dim: int, num_modulations: int, block: Any) -> None:
         super().__init__()
-        width, block = config.diff_dim, ResBlock if config.parallel_num == 1 else TransBlock
         self.time_embed = TimestepEmbedder(width)
-        self.cond_embed = _ByCell(config.dim, width)
-        self.input_proj = nn.Linear(config.latent_dim, width)
-        self.res_blocks = nn.ModuleList(block(width) for _ in range(config.diff_layers))
+        self.cond_embed = _ByCell(cond_dim, width)
+        self.input_proj = nn.Linear(channels, width)
+        self.res_blocks = nn.ModuleList(block(width) for _ in range(depth))
         size = block.num_modulations * width
-        self.ada_ln_blocks = nn.ModuleList(nn.Linear(width, size) for _ in range(config.diff_adanln_layers))
-        self.final_layer = _FinalLayer(width, config.latent_dim)
+        self.ada_ln_blocks = nn.ModuleList(nn.Linear(width, size) for _ in range(num_modulations))
+        self.final_layer = _FinalLayer(width, channels)
 
 
 class DiffHead(nn.Module):
     """The head with the interface of `mar.head.Head`; its variance channel is 0, since the chain's sigma is fixed.
+
+    Args:
+        channels, cond_dim: numbers of a cell and of its condition. width, depth: of the layers.
+        num_modulations: how many modulations the blocks share. num_cells: P. binary: as in `CausalConfig`.
 
     Attributes:
         channels: d. width: of the condition's embedding, P times the width of the layers. cond_dim: numbers of z.
         fused: None: there are no kernels for it.
     """
 
-    def __init__(self, config: CausalConfig) -> None:
+    def __init__(
+        self,
+        channels: int,
+        width: int,
+        depth: int,
+        cond_dim: int,
+        num_modulations: int,
+        num_cells: int = 1,
+        binary: bool = False,
+    ) -> None:
         super().__init__()
-        self.net = _Net(config)
-        self.binary, self.num_cells = config.binary, config.parallel_num
-        self.channels, self.cond_dim = config.token_dim, config.parallel_num * config.dim
-        self.width = config.parallel_num * config.diff_dim
+        block = ResBlock if num_cells == 1 else TransBlock
+        self.net = _Net(channels, width, depth, cond_dim, num_modulations, block)
+        self.binary, self.num_cells = binary, num_cells
+        self.channels, self.width, self.cond_dim = num_cells * channels, num_cells * width, num_cells * cond_dim
         self.fused = None
 
     @property

@@ -172,7 +172,15 @@ class Causal(nn.Module):
         self.layers = nn.ModuleList(Block(dim, config.n_head, i) for i in range(config.n_layer))
         self.norm = RMSNorm(dim, NORM_EPS)
         self.pos_for_diff = nn.Embedding(config.num_cells, dim)
-        self.head = DiffHead(config)
+        self.head = DiffHead(
+            config.latent_dim,
+            config.diff_dim,
+            config.diff_layers,
+            config.dim,
+            config.diff_adanln_layers,
+            config.parallel_num,
+            config.binary,
+        )
 
     def table(self, column: Tensor) -> Tensor:
         """cos and sin of columns [...], float32 [..., head_dim / 2, 2]."""
