@@ -637,9 +637,23 @@ class DraftChooser:
         raise NotImplementedError
 
 
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a request chooses by name, from a table of its kind.
+
+    Attributes:
+        options: its own settings. check: raises ValueError on a bad request.
+        resolve: fills in the settings that a checked request leaves open.
+    """
+
+    options: tuple[Option, ...] = ()
+    check: Callable[[Request, Any], None] = nothing_more
+    resolve: Callable[[Request, Any], Request] = as_it_is
+
+
 def choices(
     axis: str,
-    table: Mapping[str, Any],
+    table: Mapping[str, Part],
     meaning: str,
     default: str,
     **defaults: object,

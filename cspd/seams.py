@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cspd.causal import models as causal
+from cspd.causal import head as causal
 from cspd.continuous.rows import LEAST_TEMPERATURE
 from cspd.continuous.tuning import COSTS_SCHEMA, Costs, measure
 from cspd.device import Precision

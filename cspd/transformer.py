@@ -88,3 +88,16 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).type_as(x)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU; `w1` has both of its inputs."""
+
+    def __init__(self, in_dim: int, hidden_dim: int, dim: int, bias: bool = False) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(in_dim, 2 * hidden_dim, bias=bias)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.w1(x).chunk(2, dim=-1)
+        return self.w2(F.silu(gate) * value)

@@ -21,8 +21,10 @@ from torch.nn import functional as F
 
 import cspd
 from cspd import CausalModels, Engine, Request
-from cspd.causal.models import LAST_STEP, LEAST_TO_GO, TIME_FACTOR, Causal, FeedForward, guidance_scale
-from cspd.transformer import RMSNorm
+from cspd.causal.head import LAST_STEP, TIME_FACTOR
+from cspd.causal.models import Causal, guidance_scale
+from cspd.heads.chain import LEAST_TO_GO
+from cspd.transformer import FeedForward, RMSNorm
 
 THEIRS = "the authors' loop"
 METHODS = ("ar", "speculative", "calibrated")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cspd.causal.models import TIME_FACTOR, head_chain
+from cspd.causal.head import TIME_FACTOR, head_chain
 
 
 class VelocityHead(torch.nn.Module):

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cspd.causal.models import HEAD_DIM, NORM_EPS, Block, RMSNorm, rotary_angles
+from cspd.causal.head import HEAD_DIM
+from cspd.causal.models import NORM_EPS, Block, rotary_angles
+from cspd.transformer import RMSNorm
 from mar.head import fill
 from mar.vae import group_norm
 

@@ -13,15 +13,15 @@ import torch
 from cspd.causal.models import Causal
 from cspd.causal.registry import Autoencoder
 from cspd.causal.runner import CausalRunner, bytes_per_slot
-from cspd.continuous.denoisers import DENOISERS
-from cspd.continuous.rows import BASELINE, Denoiser, run_plain_round
+from cspd.continuous.denoisers import DENOISERS, of_kind
+from cspd.continuous.rows import Denoiser
+from cspd.continuous.sampling import Axis, method_of
 from cspd.continuous.tuning import SEARCHED, SEARCHED_WINDOWS, Tuning
 from cspd.device import Precision, check_fits
 from cspd.graphs import Graphs
 from cspd.heads.samplers import FLOW, Sampler, for_users_samplers
-from cspd.method import Method, register, register_family
+from cspd.method import nothing_more, register, register_family
 from cspd.models import NO_NAMES, ClassNames
-from cspd.request import Sequence, Stopwatch
 
 PAPERS = {
     "2509.24335": "Hyperspherical Latents Improve Continuous-Token Autoregressive Generation",
@@ -29,55 +29,39 @@ PAPERS = {
 }
 
 
-def run_round(denoiser: Denoiser, runner: CausalRunner, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
-    """Generates the next token of every sequence; returns the finished sequences."""
-    if denoiser.run_round is not None:
-        return denoiser.run_round(runner, batch, watch)
-    return run_plain_round(runner, batch, watch, denoise=denoiser.denoise)  # type: ignore[arg-type]
+def _of_flow(denoiser: Denoiser) -> Denoiser:
+    """As a choice here: no first step of a chain overshoots, so that short chains need no advice."""
+    return replace(denoiser, advice=lambda request: None)
 
 
-def drawing(name: str, summary: str, papers: dict[str, str], denoiser: Denoiser) -> Method:
-    """The method that draws each token by a denoiser."""
-    return Method(
-        name=name,
-        family=CausalRunner.family,
-        guarantee=denoiser.guarantee,
-        summary=summary,
-        papers=papers,
-        run_round=functools.partial(run_round, denoiser),
-        needs=denoiser.needs,
-        options=denoiser.options,
-        mixed=lambda request: denoiser.mixed,
-        check=denoiser.check,
-        resolve=denoiser.resolve,
-        token_cost="calls",
-    )
-
-
+DRAWN_BY = {name: _of_flow(denoiser) for name, denoiser in of_kind(FLOW).items()}
 # MAR's chains may begin at a later timestep than the first; here there is no such choice
-ANCESTRAL = replace(BASELINE, mixed=DENOISERS["ancestral"].mixed)
-AR = drawing("ar", "baseline sampling: every token takes all steps of the head's chain", PAPERS, ANCESTRAL)
-SPECULATIVE = drawing(
+DRAWN_BY["ancestral"] = replace(DRAWN_BY["ancestral"], options=(), check=nothing_more)
+AXES = {"denoiser": Axis(DRAWN_BY, "how a token is drawn from its condition")}
+sampling = functools.partial(method_of, CausalRunner.family, AXES, {"denoiser": "ancestral"}, free=())
+
+AR = sampling("ar", "baseline sampling: every token takes all steps of the head's chain", PAPERS)
+SPECULATIVE = sampling(
     "speculative",
     "speculates on the diffusion head's own denoising chain; no draft model",
     {"2501.05370": "Accelerated Diffusion Models via Speculative Sampling"},
-    DENOISERS["speculative"],
+    denoiser="speculative",
 )
-CALIBRATED = drawing(
+CALIBRATED = sampling(
     "calibrated",
     "evaluates the head at N of the steps and predicts the others with a fitted linear model; same noise as ar",
     {},
-    DENOISERS["calibrated"],
+    denoiser="calibrated",
 )
-DISA = drawing(
+DISA = sampling(
     "disa",
     "takes fewer denoising steps for later tokens",
     {"2505.20297": "DiSA: Diffusion Step Annealing in Autoregressive Image Generation"},
-    DENOISERS["annealed"],
+    denoiser="annealed",
 )
 SOLVER_PAPERS = {"2011.13456": "Score-Based Generative Modeling through Stochastic Differential Equations"}
-EULER = drawing("euler", "solves the head's chain deterministically, first order", SOLVER_PAPERS, DENOISERS["euler"])
-HEUN = drawing("heun", "solves the head's chain deterministically, second order", SOLVER_PAPERS, DENOISERS["heun"])
+EULER = sampling("euler", "solves the head's chain deterministically, first order", SOLVER_PAPERS, denoiser="euler")
+HEUN = sampling("heun", "solves the head's chain deterministically, second order", SOLVER_PAPERS, denoiser="heun")
 
 
 @dataclass(frozen=True)
@@ -157,7 +141,8 @@ register_family(
 def add_method(sampler: Sampler) -> None:
     """Makes a method of a user's sampler."""
     if sampler.of in (None, FLOW):
-        register(drawing(sampler.name, sampler.summary, {}, DENOISERS[sampler.name]))
+        DRAWN_BY[sampler.name] = _of_flow(DENOISERS[sampler.name])
+        register(sampling(sampler.name, sampler.summary, {}, denoiser=sampler.name))
 
 
 for_users_samplers(add_method)

@@ -169,7 +169,7 @@ def add(sampler: Sampler) -> None:
     options = sampler.options
     if sampler.name == "calibrated":
         options += (AUDIT,)
-    DENOISERS[sampler.name] = Denoiser(sampler, options, **OWN.get(sampler.name, {}))
+    DENOISERS[sampler.name] = Denoiser(sampler, options=options, **OWN.get(sampler.name, {}))
 
 
 def of_kind(kind: str) -> dict[str, Denoiser]:

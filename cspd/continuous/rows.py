@@ -18,8 +18,7 @@ from cspd.heads.calibrated import Audit
 from cspd.heads.chain import Chain, Inputs, Observer, Place, Prediction, Step
 from cspd.heads.samplers import SAMPLERS, Sampler, ancestral, compiled_ancestral
 from cspd.heads.speculative import Finished
-from cspd.method import ModelRunner, as_it_is, nothing_more
-from cspd.option import Option
+from cspd.method import ModelRunner, Part
 from cspd.request import Request, Sequence, Stopwatch
 
 # The tokens that an iteration predicts, flat over the sequences of a batch.
@@ -182,23 +181,19 @@ class Densities(Observer):
 
 
 @dataclass(frozen=True)
-class Denoiser:
+class Denoiser(Part):
     """A sampler of the head as a choice of requests.
 
     Attributes:
-        sampler: see `cspd.heads.samplers`. options: its settings in requests; by default those of the sampler.
+        sampler: see `cspd.heads.samplers`.
         mixed: settings that may differ between the rows of one call.
-        check: raises ValueError on a bad request. resolve: fills in the settings that a checked request leaves open.
         advice: as in `cspd.method.Method`.
         run_round: its own round, (runner, batch, stopwatch, backbone) -> finished sequences, if its sequences do not
             wait for each other's chains.
     """
 
     sampler: Sampler
-    options: tuple[Option, ...] = ()
     mixed: tuple[str, ...] = ("num_iter",)
-    check: Callable[[Request, Any], None] = nothing_more
-    resolve: Callable[[Request, Any], Request] = as_it_is
     advice: Callable[[Request], str | None] = lambda request: None
     run_round: Callable[..., list] | None = None
 

@@ -19,7 +19,7 @@ from cspd.continuous.rows import Conditions, Rows, full_conditions
 from cspd.device import check_fits, send_integers
 from cspd.masked.orders import num_rounds, timetable
 from cspd.masked.runner import MARRunner
-from cspd.method import as_it_is, nothing_more
+from cspd.method import Part
 from cspd.option import Option
 from cspd.request import Request, Sequence
 from cspd.terminal import number_list
@@ -32,18 +32,10 @@ from mar.model import MAR, PAD_TO, Block, attend, following, keys_values, throug
 
 
 @dataclass(frozen=True)
-class Backbone:
-    """A registered backbone. All but the full one are heuristic.
-
-    Attributes:
-        conditions: see above. options: its own settings. check: raises ValueError on a bad request.
-        resolve: fills in the settings that a checked request leaves open; raises ValueError if memory is too small.
-    """
+class Backbone(Part):
+    """A registered backbone: `conditions`, see above. All but the full one are heuristic."""
 
     conditions: Conditions
-    options: tuple[Option, ...] = ()
-    check: Callable[[Request, Any], None] = nothing_more
-    resolve: Callable[[Request, Any], Request] = as_it_is
 
 
 BACKBONES: dict[str, Backbone] = {"full": Backbone(full_conditions)}  # by name

@@ -6,23 +6,22 @@ import functools
 import types
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
-from cspd.continuous.denoisers import ANCESTRAL_MIXED, DENOISERS, ancestral_advice, check_ancestral, of_kind
-from cspd.continuous.rows import Denoiser, run_plain_round
+from cspd.continuous.denoisers import DENOISERS, of_kind
+from cspd.continuous.sampling import Axis, Point, method_of
 from cspd.continuous.tuning import SEARCHED_WINDOWS, Tuning
 from cspd.device import Precision
 from cspd.graphs import Graphs
 from cspd.heads.samplers import DIFFUSION, Sampler, for_users_samplers
 from cspd.masked import budget
-from cspd.masked.backbones import BACKBONES, Backbone
+from cspd.masked.backbones import BACKBONES
 from cspd.masked.cspd import CSPD
-from cspd.masked.orders import ORDERS, ROUNDS, Order, check_rounds
-from cspd.masked.plan import EXACT
+from cspd.masked.orders import ORDERS, ROUNDS, check_rounds
 from cspd.masked.runner import MARRunner, check_memory, usual_tokens
-from cspd.method import Method, choices, register, register_family, with_defaults
+from cspd.method import Method, register, register_family
 from cspd.models import NO_NAMES, ClassNames
 from cspd.option import BUDGET as ANY_BUDGET
 from cspd.request import Request, Sequence, Stopwatch
@@ -39,114 +38,27 @@ from mar.vae import AutoencoderKL
 # A method that is named after its denoiser can be combined with any order and backbone; the others with any denoiser
 # too.
 
-MEANING = {
-    "order": "generation order of the tokens: MAR's random order, a checkerboard's colours one after the other, or the"
-    " Halton sequence (arXiv 2503.17076)",
-    "backbone": "how the transformer is evaluated: in full, or with a cache of earlier iterations",
-    "denoiser": "how a token is drawn from its condition",
+DRAWN_BY = of_kind(DIFFUSION)
+AXES = {
+    "order": Axis(
+        ORDERS,
+        "generation order of the tokens: MAR's random order, a checkerboard's colours one after the other, or the"
+        " Halton sequence (arXiv 2503.17076)",
+    ),
+    "backbone": Axis(BACKBONES, "how the transformer is evaluated: in full, or with a cache of earlier iterations"),
+    "denoiser": Axis(DRAWN_BY, "how a token is drawn from its condition"),
 }
+BASELINE = {"order": "random", "backbone": "full", "denoiser": "ancestral"}
+sampling = functools.partial(method_of, MARRunner.family, AXES, BASELINE, free=("order", "backbone"))
 
 
-class Point(NamedTuple):
-    """A choice on each axis, by name."""
+# The named samplers of MAR: points on the axes, most of them published.
 
-    order: str
-    backbone: str
-    denoiser: str
-
-    def of(self, request: Request) -> Point:
-        """A request's choice on each axis, or this point's if the request leaves it open."""
-        return Point(*(getattr(request, axis) or usual for axis, usual in self._asdict().items()))
-
-    @property
-    def parts(self) -> tuple[Order, Backbone, Denoiser]:
-        return ORDERS[self.order], BACKBONES[self.backbone], DENOISERS[self.denoiser]
-
-    @property
-    def guarantee(self) -> str:
-        """The denoiser's guarantee with the full backbone and random order; else heuristic."""
-        is_plain = self.order == "random" and self.backbone == "full"
-        return DENOISERS[self.denoiser].guarantee if is_plain else "heuristic"
-
-
-def run_round(usual: Point, runner: MARRunner, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
-    """Runs the next iteration of every sequence; returns the finished sequences."""
-    _, backbone, denoiser = usual.of(batch[0].request).parts
-    if denoiser.run_round is not None:
-        return denoiser.run_round(runner, batch, watch, backbone.conditions)
-    return run_plain_round(runner, batch, watch, backbone=backbone.conditions, denoise=denoiser.denoise)
-
-
-def check(usual: Point, request: Request, runner: MARRunner) -> None:
-    """Raises ValueError if the request is incompatible with its order, backbone or denoiser."""
-    for part in usual.of(request).parts:
-        part.check(request, runner)
-
-
-def resolve(usual: Point, request: Request, runner: MARRunner) -> Request:
-    """The request with the settings that its backbone and its denoiser fill in."""
-    _, backbone, denoiser = usual.of(request).parts
-    return denoiser.resolve(backbone.resolve(request, runner), runner)
-
-
-def sampling(
-    name: str,
-    summary: str,
-    papers: dict[str, str],
-    *,
-    order: str = "random",
-    backbone: str = "full",
-    denoiser: str = "ancestral",
-    any_denoiser: bool = False,
-    **defaults: object,
-) -> Method:
-    """The method of a point on the axes.
-
-    Args:
-        order, backbone, denoiser: by name. any_denoiser: a request may choose another denoiser.
-        defaults: values of their options.
-    """
-    usual = Point(order, backbone, denoiser)
-    options = [
-        *choices("order", ORDERS, MEANING["order"], order, **defaults),
-        *choices("backbone", BACKBONES, MEANING["backbone"], backbone, **defaults),
-    ]
-    if any_denoiser:
-        options += choices("denoiser", of_kind(DIFFUSION), MEANING["denoiser"], denoiser, **defaults)
-    else:
-        options += with_defaults(DENOISERS[denoiser].options, defaults)
-    return Method(
-        name=name,
-        family="MAR",
-        guarantee=usual.guarantee,
-        summary=summary,
-        papers=papers,
-        run_round=functools.partial(run_round, usual),
-        needs=DENOISERS[denoiser].needs,
-        options=tuple(options),
-        mixed=lambda request: DENOISERS[usual.of(request).denoiser].mixed,
-        check=functools.partial(check, usual),
-        resolve=functools.partial(resolve, usual),
-        of_request=lambda request: usual.of(request).guarantee,
-        advice=lambda request: DENOISERS[usual.of(request).denoiser].advice(request),
-        token_cost="calls",
-    )
-
-
-# The named samplers of MAR: points on the axes of `sampling`, most of them published.
-
-AR = Method(
-    name="ar",
-    family="MAR",
-    guarantee="exact",
-    summary="baseline sampling: every token takes the full denoising chain",
-    papers={"2406.11838": "Autoregressive Image Generation without Vector Quantization"},
-    run_round=run_plain_round,
-    options=DENOISERS["ancestral"].options,
-    mixed=lambda request: ANCESTRAL_MIXED,
-    check=check_ancestral,
-    advice=ancestral_advice,
-    token_cost="calls",
+AR = sampling(
+    "ar",
+    "baseline sampling: every token takes the full denoising chain",
+    {"2406.11838": "Autoregressive Image Generation without Vector Quantization"},
+    free=(),
 )
 SPECULATIVE = sampling(
     "speculative",
@@ -186,7 +98,7 @@ GTR = sampling(
     {"2510.17171": "Generation then Reconstruction: Accelerating Masked Autoregressive Models via Two-Stage Sampling"},
     order="checkerboard",
     denoiser="frequency-weighted",
-    any_denoiser=True,
+    free=AXES,
 )
 
 LAZYMAR = sampling(
@@ -195,7 +107,7 @@ LAZYMAR = sampling(
     {"2503.12450": "LazyMAR: Accelerating Masked Autoregressive Models via Feature Caching"},
     backbone="cached",
     denoiser="cached",
-    any_denoiser=True,
+    free=AXES,
 )
 
 
@@ -212,12 +124,12 @@ def check_budget(request: Request, runner: MARRunner) -> None:
     budget.check(request, runner)
     check_rounds(request)
     if not _is_open(request):
-        check(PLANNED, request, runner)
+        PLANNED.check(request, runner)
 
 
 def resolve_budget(request: Request, runner: MARRunner) -> Request:
     """The request with a plan's settings, and with those that its backbone and its denoiser fill in."""
-    resolved = resolve(PLANNED, BUDGET.fill(budget.resolve(request, runner)), runner)
+    resolved = PLANNED.resolve(BUDGET.fill(budget.resolve(request, runner)), runner)
     budget.planned(resolved, runner)  # prices axes that were given, before the run
     return resolved
 
@@ -230,7 +142,7 @@ def guarantee_of_budget(request: Request) -> str:
 
 def run_budget_round(runner: MARRunner, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
     """Runs the next iteration of every sequence, by its plan; returns the finished sequences."""
-    finished = run_round(PLANNED, runner, batch, watch)
+    finished = PLANNED.run_round(runner, batch, watch)
     for sequence in finished:
         if sequence.stats.guarantee == "exact":
             continue
@@ -241,8 +153,11 @@ def run_budget_round(runner: MARRunner, batch: list[Sequence], watch: Stopwatch)
     return finished
 
 
-PLANNED = Point(order="random", **EXACT)  # type: ignore[arg-type]
-BY_PLAN = ("speculative", "calibrated")  # denoisers that a plan may choose
+BY_PLAN = {
+    "backbone": AXES["backbone"],
+    "denoiser": AXES["denoiser"]._replace(parts={name: DENOISERS[name] for name in ("speculative", "calibrated")}),
+}  # what a plan may choose
+PLANNED = Point({**AXES, **BY_PLAN}, {"order": "random", "backbone": "full", "denoiser": "speculative"})
 BUDGET = Method(
     name="budget",
     family="MAR",
@@ -254,19 +169,13 @@ BUDGET = Method(
     options=(
         ANY_BUDGET.but(default=0.3),
         ROUNDS,
-        *(
-            option.but(default=None) if option.name in MEANING else option
-            for option in (
-                *choices("backbone", BACKBONES, MEANING["backbone"], "full"),
-                *choices("denoiser", {name: DENOISERS[name] for name in BY_PLAN}, MEANING["denoiser"], "speculative"),
-            )
-        ),
+        *(option.but(default=None) if option.name in AXES else option for option in PLANNED.options(BY_PLAN)),
     ),
-    mixed=lambda request: DENOISERS[PLANNED.of(request).denoiser].mixed,
+    mixed=lambda request: PLANNED.denoiser(request).mixed,
     check=check_budget,
     resolve=resolve_budget,
     of_request=guarantee_of_budget,
-    advice=lambda request: DENOISERS[PLANNED.of(request).denoiser].advice(request),
+    advice=lambda request: PLANNED.denoiser(request).advice(request),
     token_cost="calls",
     explain=budget.explain,
     audit=budget.audit_images,
@@ -389,6 +298,7 @@ register_family(
 def add_method(sampler: Sampler) -> None:
     """Makes a method of a user's sampler."""
     if sampler.of in (None, DIFFUSION):
+        DRAWN_BY[sampler.name] = DENOISERS[sampler.name]
         register(sampling(sampler.name, sampler.summary, {}, denoiser=sampler.name))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cspd.inpainting import Inpainting
-from cspd.method import nothing_more
+from cspd.method import Part
 from cspd.option import Option, check_integer
 from cspd.request import Request
 from cspd.terminal import number_list
@@ -40,7 +40,7 @@ ROUNDS = Option(
 
 
 @dataclass(frozen=True)
-class Order:
+class Order(Part):
     """A registered generation order.
 
     Attributes:
@@ -48,14 +48,11 @@ class Order:
             iteration, int64 [K], and the numbers that guidance uses instead, int64 [K].
         stages: (which tokens are generated, bool [L], side of the grid) -> number of these tokens in each stage.
         arrange: rearranges random orders: (int64 [B, L], side of the grid) -> int64 [B, L].
-        options: its own settings. check: raises ValueError on a bad request.
     """
 
     masked: Callable[..., tuple[np.ndarray, np.ndarray]]
     stages: Callable[[np.ndarray, int], tuple[int, ...]] = lambda is_generated, side: (int(is_generated.sum()),)
     arrange: Callable[[Tensor, int], Tensor] = lambda order, side: order
-    options: tuple[Option, ...] = ()
-    check: Callable[[Request, Any], None] = nothing_more
 
 
 class Timetable(NamedTuple):
@@ -267,5 +264,5 @@ def halton(order: Tensor, side: int) -> Tensor:
 ORDERS: dict[str, Order] = {  # by name
     "random": Order(cosine),
     "halton": Order(cosine, arrange=halton),
-    "checkerboard": Order(two_stages, colours, checkerboard, (RECONSTRUCTION,), check_checkerboard),
+    "checkerboard": Order(two_stages, colours, checkerboard, options=(RECONSTRUCTION,), check=check_checkerboard),
 }

@@ -11,7 +11,7 @@ from distributions import normal_pvalue
 from heads import CHANNELS, Case, MixtureHead, Watching, gaussian_moments
 from velocity import VelocityHead
 
-from cspd.causal.models import TIME_FACTOR
+from cspd.causal.head import TIME_FACTOR
 from cspd.heads import SAMPLERS, Observer, option, sampler
 from cspd.heads.samplers import ancestral, by_length
 from cspd.heads.speculative import speculative

@@ -18,8 +18,9 @@ from heads import CENTRES, CHANNELS, FP32, GUIDED, UNGUIDED, Case
 from scipy import stats
 from velocity import VelocityHead
 
-from cspd.causal.models import LEAST_TO_GO, TIME_FACTOR
+from cspd.causal.head import TIME_FACTOR
 from cspd.heads.calibrated import fit_shortcut, follow, plan_of
+from cspd.heads.chain import LEAST_TO_GO
 
 ROWS = 6000
 RIGHT = 1e-3  # p-values of correct code are above it
