@@ -18,12 +18,12 @@ from torch import Tensor
 from train_eagle import predict
 
 import cspd
-from cspd.discrete.registry import SamplingDefaults
+from cspd.discrete.registry import VQDefaults
 from cspd.discrete.rules import Lantern, bound, near_codes
 from cspd.discrete.trees import verify_siblings
 
 IMAGES = 10
-SAMPLING = SamplingDefaults(cfg=2.0)
+SAMPLING = VQDefaults(cfg=2.0)
 SETTINGS = ((0.2, 100), (0.4, 511))  # delta, k
 PLACES = 8  # positions at a time
 

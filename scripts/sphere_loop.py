@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import cspd
 from cspd import CausalModels, Engine, Request
-from cspd.causal.models import LAST_STEP, LEAST_TO_GO, TIME_FACTOR, Causal, FeedForward, guidance_scale
+from cspd.causal.models import LAST_STEP, LEAST_TO_GO, TIME_FACTOR, Causal, SwiGLU, guidance_scale
 from cspd.transformer import RMSNorm
 
 THEIRS = "the authors' loop"
@@ -62,7 +62,7 @@ def head(model: Causal, x: Tensor, t: Tensor, z: Tensor) -> Tensor:
     for i, block in enumerate(net.res_blocks):
         if i % blocks_of_each == 0:
             scale, shift, gate = net.ada_ln_blocks[i // blocks_of_each](y).chunk(3, dim=-1)
-        x = x + gate * FeedForward.forward(block, block.norm(x) * (1 + scale) + shift)
+        x = x + gate * SwiGLU.forward(block, block.norm(x) * (1 + scale) + shift)
     scale, shift = net.final_layer.ada_ln_modulation(y).chunk(2, dim=-1)
     return net.final_layer.linear(F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift)
 

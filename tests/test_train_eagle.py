@@ -28,7 +28,7 @@ from cspd.discrete.registry import (
     GPTS,
     TOKENIZERS,
     GPTSpec,
-    SamplingDefaults,
+    VQDefaults,
     create_eagle,
     create_gpt,
     create_tokenizer,
@@ -43,7 +43,7 @@ def target(tmp_path_factory):
     """The directory of a target for images of 8x8 pixels, 4x4 tokens."""
     folder = tmp_path_factory.mktemp("target")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(GPTS, "tiny", GPTSpec(GPTConfig(block_size=16, **SIZES), "tiny", SamplingDefaults(image_size=8)))
+        patch.setitem(GPTS, "tiny", GPTSpec(GPTConfig(block_size=16, **SIZES), "tiny", VQDefaults(image_size=8)))
         patch.setitem(TOKENIZERS, "tiny", TOKENIZER)
         torch.manual_seed(0)
         save_new(folder)
@@ -197,7 +197,7 @@ def test_acceptance_by_depth_is_that_of_chains_one_by_one(subjects):
     runner = runner_of(text_models() if of_texts else toy_models(codes=11, length=9), 1)
     drafter = runner.models["eagle"]
     depths = 4
-    sampling = SamplingDefaults(cfg=1.7, top_k=6 if of_texts else 0)
+    sampling = VQDefaults(cfg=1.7, top_k=6 if of_texts else 0)
     data = Codes(torch.randint(11, (6, 9), generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3)
 
     def both(number):

@@ -113,7 +113,7 @@ def rotary_angles(side: int, head_dim: int, num_before: int) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()], dim=-1)
 
 
-class Attention(nn.Module):
+class CausalAttention(nn.Module):
     def __init__(self, dim: int, n_head: int, layer: int) -> None:
         super().__init__()
         self.n_head = n_head
@@ -134,7 +134,7 @@ class Attention(nn.Module):
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
-class FeedForward(nn.Module):
+class SwiGLU(nn.Module):
     """SwiGLU; `w1` has both of its inputs."""
 
     def __init__(self, in_dim: int, hidden_dim: int, dim: int, bias: bool = False) -> None:
@@ -147,14 +147,14 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(gate) * value)
 
 
-class Block(nn.Module):
+class CausalBlock(nn.Module):
     """A transformer layer; without a mask and a cache all inputs look at each other."""
 
     def __init__(self, dim: int, n_head: int, layer: int = 0) -> None:
         super().__init__()
         hidden_dim = math.ceil(int(8 * dim / 3) / MULTIPLE_OF) * MULTIPLE_OF
-        self.attention = Attention(dim, n_head, layer)
-        self.feed_forward = FeedForward(dim, hidden_dim, dim)
+        self.attention = CausalAttention(dim, n_head, layer)
+        self.feed_forward = SwiGLU(dim, hidden_dim, dim)
         self.attention_norm = RMSNorm(dim, NORM_EPS)
         self.ffn_norm = RMSNorm(dim, NORM_EPS)
 
@@ -179,11 +179,11 @@ class Causal(nn.Module):
         if num_cells > 1:
             self.query_token = nn.Parameter(0.02 * torch.randn(1, num_cells - 1, dim))
         if config.binary:
-            self.proj_in: nn.Module = FeedForward(config.latent_dim, int(1.5 * dim), dim, bias=True)
+            self.proj_in: nn.Module = SwiGLU(config.latent_dim, int(1.5 * dim), dim, bias=True)
         else:
             self.proj_in = nn.Linear(config.latent_dim, dim)
         self.emb_norm = RMSNorm(dim, NORM_EPS)
-        self.layers = nn.ModuleList(Block(dim, config.n_head, i) for i in range(config.n_layer))
+        self.layers = nn.ModuleList(CausalBlock(dim, config.n_head, i) for i in range(config.n_layer))
         self.norm = RMSNorm(dim, NORM_EPS)
         self.pos_for_diff = nn.Embedding(config.num_cells, dim)
         self.head = DiffHead(config)
@@ -320,7 +320,7 @@ class _CellAttention(nn.Module):
         return self.wo(out.transpose(-3, -2).flatten(-2))
 
 
-class ResBlock(FeedForward):
+class FlowResBlock(SwiGLU):
     """A block of SphereAR's and BitDance's head with one cell in a token: modulations (1 + scale, shift, gate)."""
 
     num_modulations = 3
@@ -333,7 +333,7 @@ class ResBlock(FeedForward):
         return x + gate * super().forward(_modulated(self.norm, x, scale, shift))
 
 
-class TransBlock(FeedForward):
+class TransBlock(SwiGLU):
     """A block of BitDance's head with several cells in a token: they attend to each other first."""
 
     num_modulations = 6
@@ -370,7 +370,7 @@ class _Net(nn.Module):
 
     def __init__(self, config: CausalConfig) -> None:
         super().__init__()
-        width, block = config.diff_dim, ResBlock if config.parallel_num == 1 else TransBlock
+        width, block = config.diff_dim, FlowResBlock if config.parallel_num == 1 else TransBlock
         self.time_embed = TimestepEmbedder(width)
         self.cond_embed = _ByCell(config.dim, width)
         self.input_proj = nn.Linear(config.latent_dim, width)

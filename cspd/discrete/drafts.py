@@ -31,7 +31,7 @@ from cspd.discrete.rules import (
     sample,
 )
 from cspd.discrete.runner import VQRunner
-from cspd.discrete.trees import Shape, TreeDraws, Verified, chain_shape, follow, grown, walk
+from cspd.discrete.trees import Shape, TreeDraws, Verified, chain_shape, grown, verify_same_image, walk
 from cspd.method import Method, find
 from cspd.noise import MAX_INDEX, Purpose, check_indices
 from cspd.option import Option, check_integer
@@ -350,7 +350,7 @@ def _verify(runner: VQRunner, batch: Batch, drafted: Drafted, features: Tensor) 
     if batch.same_image:
         P = runner.distributions(batch, features)
         drawn = sample(P, runner.drawn(batch, shape.depth))
-        return follow(shape, tokens, drawn, room)
+        return verify_same_image(shape, tokens, drawn, room)
     rule = rule_of(batch.request, runner.models["tokenizer"])
     P = runner.distributions(batch, features, soft=rule.pools)
     if draws is None:

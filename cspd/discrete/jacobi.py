@@ -29,7 +29,7 @@ from cspd.discrete.rules import (
     without,
 )
 from cspd.discrete.runner import VQRunner
-from cspd.discrete.trees import Shape, SiblingVerdicts, follow, verify_siblings
+from cspd.discrete.trees import Shape, SiblingVerdicts, verify_same_image, verify_siblings
 from cspd.method import Method
 from cspd.noise import MAX_INDEX, Purpose, check_indices
 from cspd.option import Option, check_integer
@@ -230,7 +230,7 @@ def run_same_image(runner: VQRunner, batch: Batch) -> Tensor:
     P = runner.distributions(batch, features)
     drawn = sample(P, runner.drawn(batch, shape.depth))
     room = runner.seq_len - batch.num_committed
-    verified = follow(shape, tokens, drawn, room)
+    verified = verify_same_image(shape, tokens, drawn, room)
     commit(runner, batch, Drafted(shape, tokens, None), verified)
     _redraw(runner, batch, comb, P, drawn, verified.count)
     accepted = steps(shape.height, runner.device) < verified.count.unsqueeze(1)

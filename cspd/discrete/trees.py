@@ -466,7 +466,7 @@ def _tried(shape: Shape, path: Tensor, count: Tensor, room: Tensor) -> Tensor:
     return has_children & is_reached & (level < room)
 
 
-def follow(shape: Shape, tokens: Tensor, drawn: Tensor, room: Tensor) -> Verified:
+def verify_same_image(shape: Shape, tokens: Tensor, drawn: Tensor, room: Tensor) -> Verified:
     """The longest path from the root of tokens that equal the target's own samples (same-image coupling).
 
     Only these are committed, so that drafts decide how many forward passes an image takes and nothing else.
