@@ -23,13 +23,12 @@ from toys import CLASSES, CPU, runner_of, toy_models
 import cspd
 from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
-from cspd.discrete.gpt import GPTConfig, VQConfig
+from cspd.discrete.gpt import Eagle, GPTConfig, VQConfig
 from cspd.discrete.registry import (
     GPTS,
     TOKENIZERS,
     GPTSpec,
     VQDefaults,
-    create_eagle,
     create_gpt,
     create_tokenizer,
 )
@@ -221,6 +220,6 @@ def test_estimates():
     assert row[:2] == ["llamagen_l", "256"] and 2 < float(row[3]) < 10 and 0.1 < float(row[7]) < 10
     for name in ("gpt_digits32", "llamagen_xl_t2i"):
         with torch.device("meta"):
-            models = create_gpt(name), create_eagle(name)
+            models = create_gpt(name), Eagle(GPTS[name].config)
         actual = [sum(p.numel() for p in model.parameters()) for model in models]
         assert parameters(GPTS[name].config) == pytest.approx(actual, rel=2e-3)

@@ -126,11 +126,6 @@ def create_gpt(name: str) -> GPT:
     return GPT(gpt_spec(name).config)
 
 
-def create_eagle(name: str) -> Eagle:
-    """An EAGLE drafter, with random weights, for the GPT of the named size. Raises ValueError on an unknown name."""
-    return Eagle(gpt_spec(name).config)
-
-
 def create_tokenizer(name: str) -> VQModel:
     """A tokenizer of the named size with random weights. Raises ValueError on an unknown name."""
     return VQModel(lookup(TOKENIZERS, name, "tokenizer"))
