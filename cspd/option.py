@@ -19,7 +19,7 @@ from cspd.terminal import LARGEST_SEED, shortened
 # Command-line flags and their help, the checks of a request, the keys of study files, the settings in JSON records and
 # the tables in the docs are all read from here.
 
-LARGEST = 3e38  # of any float: float32 can hold it
+LARGEST_FLOAT = 3e38  # of any float: float32 can hold it
 LARGEST_INTEGER = 2**31 - 1  # of any integer: arrays count with int32
 _NAMES: set[str] = set()  # of all declared options, so that a request notices a misspelt one
 
@@ -47,7 +47,7 @@ class Option:
     default: object = None
     implied: bool = False
     low: float = 0
-    high: float = LARGEST
+    high: float = LARGEST_FLOAT
     above: float | None = None
     only_with: tuple[str, Collection[str]] | None = None
     off: object = None
@@ -72,7 +72,7 @@ class Option:
             return "True or False" if self.kind is bool else "a text"
         if not isinstance(self.kind, type):
             return ", ".join(self.kind)
-        is_bounded = self.high != LARGEST
+        is_bounded = self.high != LARGEST_FLOAT
         if self.above is not None:
             limit = f", at most {self.high:.15g}" if is_bounded else ""
             return f"above {self.above:g}{limit}"
@@ -80,7 +80,7 @@ class Option:
 
     @property
     def _largest(self) -> float:
-        return LARGEST_INTEGER if self.kind is int and self.high == LARGEST else self.high
+        return LARGEST_INTEGER if self.kind is int and self.high == LARGEST_FLOAT else self.high
 
     def applies(self, settings: Mapping[str, object]) -> bool:
         """Whether a request's other settings allow this option."""
@@ -99,7 +99,7 @@ class Option:
             kind = {int: "an integer, ", float: "a number, "}.get(self.kind, "")
         limit = ""
         # The range does not mention the limits of float32 and int32: only a value beyond them needs to know.
-        if isinstance(value, (int, float)) and value > self._largest and self.high == LARGEST:
+        if isinstance(value, (int, float)) and value > self._largest and self.high == LARGEST_FLOAT:
             limit = f" and at most {self._largest:.15g}"
         raise ValueError(f"{wrong}: expected {kind}{self.range}{limit} ({self.help})")
 

@@ -288,7 +288,7 @@ SMALL = 8.5  # points of the smallest letters
 PLACES = [(across, up) for up in (7, -7, 19, -19, 31, -31) for across in (7, -7)] + [(7, 0)]
 
 
-class Point(NamedTuple):
+class PlotPoint(NamedTuple):
     """A measured point: its label, the line it is on, its intervals, and its guarantee, a key of `MARKS`.
 
     A dotted line joins points that are `on_front`.
@@ -309,7 +309,7 @@ class Panel(NamedTuple):
 
     speed: str
     quality: str
-    points: Sequence[Point]
+    points: Sequence[PlotPoint]
 
 
 @rc_context({"text.parse_math": False})  # a dollar in a name begins no formula
@@ -360,7 +360,7 @@ def _plotted(panel: Panel, colours: Mapping[str, ColorType], image_format: str) 
     return content.getvalue()
 
 
-def _draw_lines(axes: Axes, points: Sequence[Point], colours: Mapping[str, ColorType]) -> dict[str, Artist]:
+def _draw_lines(axes: Axes, points: Sequence[PlotPoint], colours: Mapping[str, ColorType]) -> dict[str, Artist]:
     """Draws the lines through the points, and the Pareto front. Returns the lines by name."""
     # a line goes from the slowest to the fastest of its points
     by_line: dict[str, list[tuple[float, float]]] = {}
@@ -380,7 +380,7 @@ def _draw_lines(axes: Axes, points: Sequence[Point], colours: Mapping[str, Color
     return drawn
 
 
-def _draw_point(axes: Axes, point: Point, colour: ColorType) -> None:
+def _draw_point(axes: Axes, point: PlotPoint, colour: ColorType) -> None:
     """Draws a point, with faint bars for its intervals."""
     # an interval need not have its value in the middle: lengths below and above are given apart
     axes.errorbar(
@@ -404,7 +404,7 @@ def _bar(value: float, interval: Sequence[float] | None) -> list[list[float]]:
     return [[below], [above]]
 
 
-def _legend(points: Sequence[Point], lines: Mapping[str, Artist]) -> dict[str, Artist]:
+def _legend(points: Sequence[PlotPoint], lines: Mapping[str, Artist]) -> dict[str, Artist]:
     """The lines that no point's label names, and the marks if there are several."""
     # a point that is alone on its line has the line's name as its label
     entries: dict[str, Artist] = {}
@@ -420,7 +420,7 @@ def _legend(points: Sequence[Point], lines: Mapping[str, Artist]) -> dict[str, A
     return entries
 
 
-def _label_points(axes: Axes, points: Sequence[Point], colours: Mapping[str, ColorType]) -> None:
+def _label_points(axes: Axes, points: Sequence[PlotPoint], colours: Mapping[str, ColorType]) -> None:
     """Writes each point's label at the first position between the axes where it covers nothing."""
     # boxes in pixels: the points, the legend, and the labels that are written
     frame = axes.get_window_extent()
@@ -443,7 +443,7 @@ def _label_points(axes: Axes, points: Sequence[Point], colours: Mapping[str, Col
             label.remove()
 
 
-def _label(axes: Axes, point: Point, offset: tuple[int, int], colour: ColorType) -> Annotation:
+def _label(axes: Axes, point: PlotPoint, offset: tuple[int, int], colour: ColorType) -> Annotation:
     """Writes a point's label at an offset from it."""
     label = axes.annotate(
         point.label,

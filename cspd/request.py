@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import os
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -404,12 +403,6 @@ class Output:
     error: str | None = None
     class_name: str = ""
     models: Mapping[str, object] = field(default_factory=dict)
-
-    @property
-    def heat(self) -> Tensor:
-        """The old name of `token_cost`, for one version."""
-        warnings.warn("Output.heat is now Output.token_cost", DeprecationWarning, stacklevel=2)
-        return self.token_cost
 
     def pil(self) -> Image.Image:
         """The image as a PIL image. Raises ValueError if there is no image."""

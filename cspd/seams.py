@@ -179,7 +179,7 @@ def borrowed_flow(net: Any, channels: int, num_cells: int | None, is_clean: bool
     if not plain_layers(net.time_embed.mlp, net.cond_embed, net.input_proj, *net.res_blocks, *net.ada_ln_blocks, last):
         return None
     if num_cells is None and hasattr(first, "norm"):
-        blocks = [with_modules(causal.ResBlock, w1=b.w1, w2=b.w2, norm=b.norm) for b in net.res_blocks]
+        blocks = [with_modules(causal.FlowResBlock, w1=b.w1, w2=b.w2, norm=b.norm) for b in net.res_blocks]
     elif hasattr(first, "w1") and getattr(first.attn, "head_dim", None) == causal.HEAD_DIM and is_imagenet(net):
         blocks = []
         for b in net.res_blocks:
@@ -259,11 +259,11 @@ def chain_of(module: Any, given: dict[str, Any]) -> Any:
 
 
 @functools.cache
-def ddpm(chain: Any) -> mar_head.Schedule:
+def ddpm(chain: Any) -> mar_head.DiffusionSchedule:
     """The schedule of a `GaussianDiffusion`, from its own tables."""
-    names = [f.name for f in mar_head.Schedule.__dataclass_fields__.values() if f.name != "timestep_map"]
+    names = [f.name for f in mar_head.DiffusionSchedule.__dataclass_fields__.values() if f.name != "timestep_map"]
     tables = {name: np.asarray(getattr(chain, name), np.float64) for name in names}
-    return mar_head.Schedule(timestep_map=np.asarray(chain.timestep_map, np.int64), **tables)
+    return mar_head.DiffusionSchedule(timestep_map=np.asarray(chain.timestep_map, np.int64), **tables)
 
 
 def sphere(module: Any) -> Seam | None:

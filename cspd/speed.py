@@ -34,7 +34,7 @@ NOISY = 0.25  # of a speed-up: with a larger distance to the ends of its range i
 
 
 @dataclass
-class Batch:
+class RunningBatch:
     """Sequences in the slots of an engine.
 
     Attributes:
@@ -74,7 +74,7 @@ def iteration_at(before: np.ndarray, committed: float) -> int:
 
 
 @torch.inference_mode()
-def batch_at(engine: Engine, request: Request, known: int, num: int | None = None) -> Batch:
+def batch_at(engine: Engine, request: Request, known: int, num: int | None = None) -> RunningBatch:
     """Sequences with `known` committed tokens, whatever their values, or at the iteration that begins next.
 
     Args:
@@ -112,7 +112,7 @@ def batch_at(engine: Engine, request: Request, known: int, num: int | None = Non
     committed = getattr(runner, "num_committed", None)  # of VQ models
     if committed is not None:
         committed.fill_(known)
-    return Batch(engine, sequences)
+    return RunningBatch(engine, sequences)
 
 
 class PlainRounds:

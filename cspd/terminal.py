@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import errno
 import io
 import ipaddress
 import json
@@ -320,17 +319,6 @@ def path_argument(text: str) -> Path:
     if re.match(r"[a-z][a-z0-9+.-]+:/", text, re.IGNORECASE):
         raise unexpected(text, "a path on this machine, not a URL")
     return Path(word(text))
-
-
-def is_too_long(path: Path) -> bool:
-    """Whether the file system does not allow a path of this length."""
-    try:
-        path.lstat()
-    except OSError as error:
-        return error.errno == errno.ENAMETOOLONG
-    except ValueError:  # a null character, which no path has
-        pass
-    return False
 
 
 # Ending early: on a signal, with a report of the progress, and when the launcher is gone. A command can be stopped

@@ -90,7 +90,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).type_as(x)
 
 
-class FeedForward(nn.Module):
+class SwiGLU(nn.Module):
     """SwiGLU; `w1` has both of its inputs."""
 
     def __init__(self, in_dim: int, hidden_dim: int, dim: int, bias: bool = False) -> None:

@@ -23,7 +23,7 @@ MAX_BETA = 0.999
 
 
 @dataclass(frozen=True, eq=False)
-class Schedule:
+class DiffusionSchedule:
     """Tables of a chain of T steps, each a float64 array [T] indexed by the step t (t = T-1 is the noisiest).
 
     The head is not given t but `timestep_map[t]`, the step of the 1000-step process that it was trained on.
@@ -78,7 +78,7 @@ def _alpha_bar(t: np.ndarray) -> np.ndarray:
 
 
 @functools.cache  # forever: constants on devices are cached for each one, by identity
-def schedule(num_steps: int, first_timestep: int = TRAIN_STEPS - 1) -> Schedule:
+def schedule(num_steps: int, first_timestep: int = TRAIN_STEPS - 1) -> DiffusionSchedule:
     """The cosine schedule respaced to `num_steps` evenly strided steps.
 
     Args:
@@ -100,7 +100,7 @@ def schedule(num_steps: int, first_timestep: int = TRAIN_STEPS - 1) -> Schedule:
     return respaced(np.round(np.arange(num_steps) * stride).astype(np.int64))
 
 
-def respaced(timestep_map: np.ndarray) -> Schedule:
+def respaced(timestep_map: np.ndarray) -> DiffusionSchedule:
     """The cosine schedule of a chain that visits the given timesteps of the 1000, int64 [T], increasing."""
     edges = _alpha_bar(np.arange(TRAIN_STEPS + 1) / TRAIN_STEPS)
     train_alphas_cumprod = np.cumprod(1 - np.minimum(1 - edges[1:] / edges[:-1], MAX_BETA))
@@ -108,7 +108,7 @@ def respaced(timestep_map: np.ndarray) -> Schedule:
     previous = np.append(1.0, alphas_cumprod[:-1])
     betas = 1 - alphas_cumprod / previous
     posterior_variance = betas * (1 - previous) / (1 - alphas_cumprod)
-    return Schedule(
+    return DiffusionSchedule(
         timestep_map=timestep_map,
         betas=betas,
         alphas_cumprod=alphas_cumprod,

@@ -14,7 +14,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mar.head import LAYER_NORM_EPS, DiffLoss, Head, Schedule, guide, schedule
+from mar.head import LAYER_NORM_EPS, DiffLoss, DiffusionSchedule, Head, guide, schedule
 
 # MAR: a masked autoregressive encoder-decoder over continuous tokens (arXiv 2406.11838).
 #
@@ -340,7 +340,9 @@ def _expand(index: Tensor, channels: int) -> Tensor:
 # tables. It calls our modules, so it is a baseline for the sampler, not for the layers. To sample images, use `cspd`.
 
 
-def _denoise_step(tables: Schedule, out: Tensor, x: Tensor, t: Tensor, noise: Tensor, temperature: float) -> Tensor:
+def _denoise_step(
+    tables: DiffusionSchedule, out: Tensor, x: Tensor, t: Tensor, noise: Tensor, temperature: float
+) -> Tensor:
     """x_{t-1} [N, d] from the head's output [N, 2d] at x_t."""
 
     def at_t(values: np.ndarray) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cspd.discrete.gpt import GPT, Eagle, GPTConfig
-from cspd.discrete.registry import GPTS, SamplingDefaults
+from cspd.discrete.registry import GPTS, VQDefaults
 from cspd.discrete.rules import TINY, Filter, filter_numbers, guide, probabilities
 
 AT_ONCE = 4  # images; each one has L distributions of both models
@@ -31,7 +31,7 @@ def acceptance_by_depth(
     drafter: Eagle,
     data: Codes,
     take_in: Callable[[Tensor, Tensor, Tensor], Inputs],
-    sampling: SamplingDefaults,
+    sampling: VQDefaults,
     depths: int,
 ) -> list[float]:
     """The probability that the exact rule accepts a chain's token at each depth, if the tokens before were accepted.
@@ -54,9 +54,7 @@ def acceptance_by_depth(
     return (accepted / verified.clamp(min=TINY)).tolist()
 
 
-def _sums(
-    target: GPT, drafter: Eagle, codes: Tensor, inputs: Inputs, sampling: SamplingDefaults, depths: int
-) -> Tensor:
+def _sums(target: GPT, drafter: Eagle, codes: Tensor, inputs: Inputs, sampling: VQDefaults, depths: int) -> Tensor:
     """(accepted, verified) [2, depths], summed over all tokens [B, L]; inputs: of both guidance branches, [2 B]."""
     length, device = inputs.length, codes.device
     index = torch.arange(length, device=device)
@@ -88,7 +86,7 @@ def _sums(
     return torch.stack(sums, 1).double().cpu()
 
 
-def distributions(target: GPT, features: Tensor, sampling: SamplingDefaults) -> Tensor:
+def distributions(target: GPT, features: Tensor, sampling: VQDefaults) -> Tensor:
     """Guided and filtered distributions [B, N, V] from features of both guidance branches [2 B, N, dim]."""
     features = features.to(target.tok_embeddings.weight.dtype)  # a drafter is trained in float32
     logits = target.output(features).float().unflatten(0, (2, -1))

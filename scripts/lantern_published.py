@@ -18,12 +18,12 @@ from torch import Tensor
 from train_eagle import predict
 
 import cspd
-from cspd.discrete.registry import SamplingDefaults
-from cspd.discrete.rules import Rule, bound, near_codes
+from cspd.discrete.registry import VQDefaults
+from cspd.discrete.rules import Lantern, bound, near_codes
 from cspd.discrete.trees import verify_siblings
 
 IMAGES = 10
-SAMPLING = SamplingDefaults(cfg=2.0)
+SAMPLING = VQDefaults(cfg=2.0)
 SETTINGS = ((0.2, 100), (0.4, 511))  # delta, k
 PLACES = 8  # positions at a time
 
@@ -57,12 +57,12 @@ def drawn(Q: Tensor) -> tuple[Tensor, Tensor]:
     return codes, Q.unsqueeze(1).expand(-1, codes.shape[1], -1)
 
 
-def residual(rule: Rule, P: Tensor, Q: Tensor, f: Tensor, x: Tensor, near: Tensor) -> Tensor:
+def residual(rule: Lantern, P: Tensor, Q: Tensor, f: Tensor, x: Tensor) -> Tensor:
     """G [N, n, V] after the rejection of each of codes x [N, n], from P and f [N, V], and Q [N, n, V]."""
     if x.shape[1] == 1:  # a chosen code
-        return verify_siblings(rule, P, None, x, torch.ones(x.shape), near=near).residual.unsqueeze(1)
+        return verify_siblings(rule, P, None, x, torch.ones(x.shape)).residual.unsqueeze(1)
     P, f = (each.unsqueeze(1).expand_as(Q) for each in (P, f))
-    return rule.resample(P, Q, f, x, near)
+    return rule.resample(P, Q, f, x)
 
 
 @torch.inference_mode()
@@ -72,14 +72,14 @@ def main() -> None:
     tokenizer = engine.runner.models["tokenizer"]
     print("delta    k  drafted  TV of G   committed: paper  its bound  released")
     for (delta, k), draft in itertools.product(SETTINGS, (drawn, chosen)):
-        paper = Rule("lantern", delta=delta, k=k, optimal=False)
-        code = dataclasses.replace(paper, published=True)
         near = near_codes(tokenizer, "l2", k + 1)
+        paper = Lantern(delta, k=k, optimal=False, near=near)
+        code = dataclasses.replace(paper, published=True)
         sums = torch.zeros(5, dtype=torch.float64)
         for P, Q in zip(P_all.split(PLACES), Q_all.split(PLACES)):
             x, q = draft(Q)
-            f = paper.accept(P, q[:, 0], near=near)
-            G, G_code = (residual(rule, P, q, f, x, near) for rule in (paper, code))
+            f = paper.accept(P, q[:, 0])
+            G, G_code = (residual(rule, P, q, f, x) for rule in (paper, code))
             rejected = q[:, 0].gather(-1, x) * (1 - f.gather(-1, x))
             of_G = (rejected * distance(G, G_code)).sum()
             accepted = q[:, 0] * f

@@ -24,7 +24,7 @@ from cspd import CausalModels, Engine, Request
 from cspd.causal.head import LAST_STEP, TIME_FACTOR
 from cspd.causal.models import Causal, guidance_scale
 from cspd.heads.chain import LEAST_TO_GO
-from cspd.transformer import FeedForward, RMSNorm
+from cspd.transformer import RMSNorm, SwiGLU
 
 THEIRS = "the authors' loop"
 METHODS = ("ar", "speculative", "calibrated")
@@ -64,7 +64,7 @@ def head(model: Causal, x: Tensor, t: Tensor, z: Tensor) -> Tensor:
     for i, block in enumerate(net.res_blocks):
         if i % blocks_of_each == 0:
             scale, shift, gate = net.ada_ln_blocks[i // blocks_of_each](y).chunk(3, dim=-1)
-        x = x + gate * FeedForward.forward(block, block.norm(x) * (1 + scale) + shift)
+        x = x + gate * SwiGLU.forward(block, block.norm(x) * (1 + scale) + shift)
     scale, shift = net.final_layer.ada_ln_modulation(y).chunk(2, dim=-1)
     return net.final_layer.linear(F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift)
 

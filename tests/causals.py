@@ -9,7 +9,7 @@ from torch import Tensor
 from cspd import noise
 from cspd.causal.autoencoders import BitAutoencoder, BitAutoencoderConfig, SphereVAE, SphereVAEConfig
 from cspd.causal.models import Causal, CausalConfig
-from cspd.causal.registry import AUTOENCODERS, CAUSALS, CausalSpec, SamplingDefaults
+from cspd.causal.registry import AUTOENCODERS, CAUSALS, CausalDefaults, CausalSpec
 from mar.checkpoint import _shapes
 
 NAMES = ("sphere", "bitdance", "bitdance_4x", "bitdance_16x")
@@ -70,7 +70,7 @@ class CausalGolden(Golden):
 
 def named(golden: CausalGolden, monkeypatch) -> None:
     """Gives a golden file's sizes a name, for the duration of a test."""
-    spec = CausalSpec(golden.model.config, SamplingDefaults(cfg=3.0, num_sampling_steps=STEPS))
+    spec = CausalSpec(golden.model.config, CausalDefaults(cfg=3.0, num_sampling_steps=STEPS))
     monkeypatch.setitem(CAUSALS, "golden", spec)
     monkeypatch.setitem(AUTOENCODERS, "golden", golden.vae.config)
     _shapes.cache_clear()

@@ -5,6 +5,7 @@ Nothing is sampled: the probability of each outcome is found by bisecting the un
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from typing import NamedTuple
@@ -13,33 +14,44 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from cspd.discrete.rules import Rule, neighbours
+from cspd.discrete.rules import (
+    GSD,
+    CoolSD,
+    Exact,
+    Greedy,
+    Lantern,
+    LanternPlus,
+    Pooling,
+    Rule,
+    UniformRSD,
+    neighbours,
+)
 from cspd.discrete.trees import SiblingVerdicts, verify_siblings
 
 RULES = {
-    "exact": Rule(),
-    "exact, own G": Rule(optimal=False),
-    "uniform-rsd": Rule("uniform-rsd", delta=1.7),
-    "cool-sd": Rule("cool-sd", delta=1.5, length=3),
-    "cool-sd, linear": Rule("cool-sd", delta=1.1, length=3, schedule="linear"),
-    "cool-sd, own G": Rule("cool-sd", delta=1.5, length=3, optimal=False),
-    "lantern": Rule("lantern", delta=0.3, k=2),
-    "lantern, own G": Rule("lantern", delta=0.3, k=3, optimal=False),
-    "lantern++": Rule("lantern++", lam=1.5, k=2),
-    "lantern++, own G": Rule("lantern++", lam=1.5, k=3, optimal=False),
-    "gsd": Rule("gsd", group=3, gap=0.2),
-    "gsd, own G": Rule("gsd", group=4, gap=1.0, optimal=False),
-    "greedy": Rule(greedy=True),
-    "greedy cool-sd": Rule("cool-sd", delta=1.5, length=3, greedy=True),
-    "greedy gsd": Rule("gsd", group=3, greedy=True),
-    "greedy lantern": Rule("lantern", delta=0.5, k=2, greedy=True),
-    "greedy lantern++, own G": Rule("lantern++", lam=9.0, k=2, greedy=True, optimal=False),
+    "exact": Exact(),
+    "uniform-rsd": UniformRSD(1.7),
+    "uniform-rsd, own G": UniformRSD(1.7, optimal=False),
+    "cool-sd": CoolSD(1.5, length=3),
+    "cool-sd, linear": CoolSD(1.1, schedule="linear", length=3),
+    "cool-sd, own G": CoolSD(1.5, length=3, optimal=False),
+    "lantern": Lantern(0.3, k=2),
+    "lantern, own G": Lantern(0.3, k=3, optimal=False),
+    "lantern++": LanternPlus(1.5, k=2),
+    "lantern++, own G": LanternPlus(1.5, k=3, optimal=False),
+    "gsd": GSD(3, gap=0.2),
+    "gsd, own G": GSD(4, gap=1.0, optimal=False),
+    "greedy": Greedy(Exact()),
+    "greedy cool-sd": Greedy(CoolSD(1.5, length=3)),
+    "greedy gsd": Greedy(GSD(3)),
+    "greedy lantern": Greedy(Lantern(0.5, k=2)),
+    "greedy lantern++, own G": Greedy(LanternPlus(9.0, k=2, optimal=False)),
 }
 PUBLISHED = {
-    "lantern, published": Rule("lantern", delta=8 / 64, k=3, published=True),
-    "lantern, published, all neighbours": Rule("lantern", delta=0.4, k=50, published=True),
-    "lantern++, published": Rule("lantern++", lam=1.3, k=3, published=True),
-    "greedy lantern, published": Rule("lantern", delta=0.5, k=2, greedy=True, published=True),
+    "lantern, published": Lantern(8 / 64, k=3, published=True),
+    "lantern, published, all neighbours": Lantern(0.4, k=50, published=True),
+    "lantern++, published": LanternPlus(1.3, k=3, published=True),
+    "greedy lantern, published": Greedy(Lantern(0.5, k=2, published=True)),
 }
 ALL = RULES | PUBLISHED
 EXACT = [name for name in RULES if name.startswith(("exact", "greedy")) and "lantern" not in name]
@@ -53,6 +65,13 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 @functools.cache
 def near(vocabulary: int) -> Tensor:
     return neighbours(random(vocabulary, 3, seed=9), vocabulary)
+
+
+def seeing(rule: Rule, table: Tensor) -> Rule:
+    """The rule, with a table of neighbours if it pools."""
+    if isinstance(rule, Greedy):
+        return Greedy(seeing(rule.rule, table))
+    return dataclasses.replace(rule, near=table) if isinstance(rule, Pooling) else rule
 
 
 def pairs(vocabulary: int = 5) -> tuple[Tensor, Tensor]:
@@ -102,9 +121,10 @@ def outcomes(
     rule: Rule, P: Tensor, Q: Tensor | None, candidates: Tensor, depth: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(probability [..., K] that each candidate is accepted, residual if none is [..., V], mean bound [...])."""
+    rule = seeing(rule, near(P.shape[-1]))
 
     def verdicts(uniforms: Tensor) -> SiblingVerdicts:
-        return verify_siblings(rule, P, Q, candidates, uniforms, depth, near(P.shape[-1]))
+        return verify_siblings(rule, P, Q, candidates, uniforms, depth)
 
     all_rejected = torch.ones_like(candidates, dtype=P.dtype)
     none = verdicts(all_rejected)

@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 
 from cspd.gpu_check.run import Question, findings, run_question
-from cspd.gpu_check.sizes import TINY, Settings
+from cspd.gpu_check.sizes import TINY, Setup
 
 ERROR = RuntimeError("CUDA error: an illegal memory access was encountered")
 BROKEN: list[bool] = []  # in a process
 
 
 def check(out, asked, **options):
-    return run_question(asked, out, Settings(torch.device("cpu"), TINY), **options)
+    return run_question(asked, out, Setup(torch.device("cpu"), TINY), **options)
 
 
 def begun(out: Path, name: str | None = None) -> list[str]:

@@ -381,6 +381,13 @@ BUGS = [
         "discrete/test_rules.py",
     ),
     Bug(
+        "the acceptance ratio is upside down",
+        "cspd/discrete/rules.py",
+        "(mass / Q).clamp_(max=1)",
+        "(Q / mass).clamp_(max=1)",
+        "discrete/test_rules.py",
+    ),
+    Bug(
         "siblings are drawn with replacement",
         "cspd/discrete/rules.py",
         "left.scatter_(-1, siblings[-1].unsqueeze(-1), 0)",
@@ -404,8 +411,8 @@ BUGS = [
     Bug(
         "a chosen code absorbs up to the limit",
         "cspd/discrete/rules.py",
-        "given = sums < limit",
-        "given = sums <= limit",
+        "given = around.cumsum(-1) < limit",
+        "given = around.cumsum(-1) <= limit",
         "discrete/test_rules.py::test_pooling_is_the_plain_loop",
     ),
     Bug(
@@ -425,8 +432,8 @@ BUGS = [
     Bug(
         "a group lacks its last token",
         "cspd/discrete/rules.py",
-        "rank + (group + 1) // 2",
-        "rank + group // 2",
+        "rank + (self.group + 1) // 2",
+        "rank + self.group // 2",
         "discrete/test_rules.py",
     ),
     Bug(
@@ -678,7 +685,7 @@ BUGS = [
     Bug(
         "rejected siblings are not taken out of the residual",
         "cspd/discrete/trees.py",
-        "left = rule.resample(P, Q, f, x, near)",
+        "left = rule.resample(P, Q, f, x)",
         "left = P",
         "discrete/test_rules.py",
     ),

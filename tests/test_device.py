@@ -22,7 +22,7 @@ from cspd import Engine, MARModels, Request, VQModels, files
 from cspd import device as cspd_device
 from cspd.cli.sample import sample_to_folder
 from cspd.device import BFloat16Linear, Precision, Report, in_turns, send, unsteadiness
-from cspd.gpu_check.sizes import TINY, Settings
+from cspd.gpu_check.sizes import TINY, Setup
 from cspd.gpu_check.times import _matmul
 from cspd.method import method_names
 from cspd.request import Sequence
@@ -332,7 +332,7 @@ def test_records_have_the_flags(policy, tmp_path):
     with standin.cuda():
         engine = Engine(models, max_batch=1, device=standin.DEVICE, precision=policy)
         record = sample_to_folder(engine, [Request(1, method="ar")], tmp_path, {}, progress=False)
-        found = _matmul(Settings(standin.DEVICE, TINY), policy)
+        found = _matmul(Setup(standin.DEVICE, TINY), policy)
         for each in (record["machine"], engine.describe(), found):
             assert each["matmul_precision"] == ("tf32" if policy == "tf32" else "ieee")
             assert each["bf16_reduction"] is False

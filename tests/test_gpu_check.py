@@ -25,7 +25,7 @@ from cspd.device import check_fits
 from cspd.gpu_check import models, right, times
 from cspd.gpu_check.models import Mode, asked, engine_of, switched
 from cspd.gpu_check.run import NO_GRAPH, SCHEMA, failures, format_report, read_report, tried
-from cspd.gpu_check.sizes import FULL, MAR_L, SPHERE_L, TINY, VQ_L, Settings
+from cspd.gpu_check.sizes import FULL, MAR_L, SPHERE_L, TINY, VQ_L, Setup
 from cspd.graphs import Graphs
 from cspd.kernels import SWITCH
 from cspd.masked.runner import MARRunner
@@ -41,7 +41,7 @@ LIMIT = 3.0  # seconds of a case
 
 @pytest.fixture
 def settings():
-    return Settings(CPU, TINY)
+    return Setup(CPU, TINY)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
@@ -147,7 +147,7 @@ def test_what_can_be_known_beforehand_is_an_error_at_once(tmp_path, capsys):
 
 def test_the_time_limit_cuts_the_least_important_times():
     """Batches of 64, 1 and 8 of every size of MAR come first, those of 256 last; all cells have all samplers."""
-    names = [*times.fast_cases(Settings(CPU, FULL))]
+    names = [*times.fast_cases(Setup(CPU, FULL))]
     of_mar = list(dict.fromkeys(name.partition(": ")[0] for name in names if name.startswith("MAR")))
     assert of_mar == [f"MAR-{size}, batch {batch}" for batch in (64, 1, 8, 256) for size in "LBH"]
     assert len(names) == len(set(names)) and names[-1].startswith("LlamaGen-L, batch 256")
@@ -255,7 +255,7 @@ def test_switches_hold_in_their_block_only(monkeypatch):
 
 def test_images_are_those_of_a_cpu_on_a_stand_in_for_cuda():
     with standin.cuda():
-        on_gpu = Settings(standin.DEVICE, TINY)
+        on_gpu = Setup(standin.DEVICE, TINY)
         try:
             for name in ("draws", "images of VQ ar, default"):
                 found = right.cases(on_gpu)[name]()
@@ -323,7 +323,7 @@ def test_whole_images_are_timed_twice_or_once_if_the_time_is_over(settings):
     found = times.passes(settings, work, 2, lambda: True)
     assert len(found["pass_s"]) == 2 and found["ms"] == 1000 * found["last_s"] / 2 >= 5
     assert len(times.passes(settings, work, 2, lambda: False)["pass_s"]) == times.MOST_PASSES
-    found = times.passes(Settings(CPU, TINY, until=time.monotonic()), work, 2, lambda: True)
+    found = times.passes(Setup(CPU, TINY, until=time.monotonic()), work, 2, lambda: True)
     assert len(found["pass_s"]) == 1 and "ms" not in found
 
 

@@ -23,13 +23,12 @@ from toys import CLASSES, CPU, runner_of, toy_models
 import cspd
 from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
-from cspd.discrete.gpt import GPTConfig, VQConfig
+from cspd.discrete.gpt import Eagle, GPTConfig, VQConfig
 from cspd.discrete.registry import (
     GPTS,
     TOKENIZERS,
     GPTSpec,
-    SamplingDefaults,
-    create_eagle,
+    VQDefaults,
     create_gpt,
     create_tokenizer,
 )
@@ -43,7 +42,7 @@ def target(tmp_path_factory):
     """The directory of a target for images of 8x8 pixels, 4x4 tokens."""
     folder = tmp_path_factory.mktemp("target")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(GPTS, "tiny", GPTSpec(GPTConfig(block_size=16, **SIZES), "tiny", SamplingDefaults(image_size=8)))
+        patch.setitem(GPTS, "tiny", GPTSpec(GPTConfig(block_size=16, **SIZES), "tiny", VQDefaults(image_size=8)))
         patch.setitem(TOKENIZERS, "tiny", TOKENIZER)
         torch.manual_seed(0)
         save_new(folder)
@@ -197,7 +196,7 @@ def test_acceptance_by_depth_is_that_of_chains_one_by_one(subjects):
     runner = runner_of(text_models() if of_texts else toy_models(codes=11, length=9), 1)
     drafter = runner.models["eagle"]
     depths = 4
-    sampling = SamplingDefaults(cfg=1.7, top_k=6 if of_texts else 0)
+    sampling = VQDefaults(cfg=1.7, top_k=6 if of_texts else 0)
     data = Codes(torch.randint(11, (6, 9), generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3)
 
     def both(number):
@@ -221,6 +220,6 @@ def test_estimates():
     assert row[:2] == ["llamagen_l", "256"] and 2 < float(row[3]) < 10 and 0.1 < float(row[7]) < 10
     for name in ("gpt_digits32", "llamagen_xl_t2i"):
         with torch.device("meta"):
-            models = create_gpt(name), create_eagle(name)
+            models = create_gpt(name), Eagle(GPTS[name].config)
         actual = [sum(p.numel() for p in model.parameters()) for model in models]
         assert parameters(GPTS[name].config) == pytest.approx(actual, rel=2e-3)

@@ -12,7 +12,7 @@ from texts import PROMPTS, check_training_and_drafting, folder_of_words, text_mo
 from toys import request_of
 
 import cspd
-from cspd.discrete.registry import GPTS, TOKENIZERS, GPTSpec, SamplingDefaults
+from cspd.discrete.registry import GPTS, TOKENIZERS, GPTSpec, VQDefaults
 from cspd.discrete.text import TextEncoder
 
 BY_T5 = TextEncoder._made  # replaced in most tests
@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch):
     """The directory of a text-to-image target with uneven distributions, its tokenizer, and an encoder of words."""
     models = text_models(length=SIDE**2)
     config, tokenizer = models["target"].config, models["tokenizer"].config
-    defaults = SamplingDefaults(cfg=2.0, top_k=8, image_size=SIDE * tokenizer.stride)
+    defaults = VQDefaults(cfg=2.0, top_k=8, image_size=SIDE * tokenizer.stride)
     monkeypatch.setitem(GPTS, "toy_t2i", GPTSpec(config, "toy", defaults))
     monkeypatch.setitem(TOKENIZERS, "toy", tokenizer)
     place = tmp_path / "target"

@@ -20,7 +20,7 @@ from toys import CPU, request_of
 
 import cspd
 from cspd.discrete.gpt import GPTConfig, VQConfig
-from cspd.discrete.registry import GPTS, TOKENIZERS, GPTSpec, SamplingDefaults, create_tokenizer, load_gpt
+from cspd.discrete.registry import GPTS, TOKENIZERS, GPTSpec, VQDefaults, create_tokenizer, load_gpt
 from cspd.files import write_json
 from cspd.method import find
 from cspd.request import RoundStats, Sequence, Stopwatch
@@ -37,7 +37,7 @@ PROMPTS = ["red heart", "7.png Blue square!", "the circle, blue and red and more
 @pytest.fixture(scope="module", autouse=True)
 def sizes():
     with pytest.MonkeyPatch.context() as patch:
-        defaults = SamplingDefaults(image_size=8)
+        defaults = VQDefaults(image_size=8)
         patch.setitem(GPTS, "tiny_text", GPTSpec(GPTConfig(n_layer=2, **SIZES), "tiny", defaults))
         patch.setitem(GPTS, "tiny_text_draft", GPTSpec(GPTConfig(n_layer=1, **SIZES), "tiny", defaults))
         patch.setitem(TOKENIZERS, "tiny", TOKENIZER)

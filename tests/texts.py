@@ -21,7 +21,7 @@ from cspd.checkpoints import checkpoint_files
 from cspd.discrete.batch import by_slot
 from cspd.discrete.drafts import _eagle_root
 from cspd.discrete.gpt import GPT, GPTConfig
-from cspd.discrete.registry import GPTS, GPTSpec, SamplingDefaults, create_gpt
+from cspd.discrete.registry import GPTS, GPTSpec, VQDefaults, create_gpt
 from cspd.discrete.rules import guide
 from cspd.discrete.runner import VQRunner
 from cspd.discrete.text import TextEncoder
@@ -67,7 +67,7 @@ def small_text_checkpoint(folder: Path, patch: pytest.MonkeyPatch) -> Path:
     """A directory with the authors' layout, of a GPT with one layer for images of 8 by 8 pixels."""
     sizes = {"dim": 16, "n_layer": 1, "n_head": 2, "multiple_of": 8, "vocab_size": 512, "block_size": 16}
     config = GPTConfig(**sizes, num_classes=0, prefix_length=12, caption_dim=CHANNELS)
-    defaults = SamplingDefaults(cfg=3.0, top_k=100, image_size=8)
+    defaults = VQDefaults(cfg=3.0, top_k=100, image_size=8)
     patch.setitem(GPTS, "small_t2i", GPTSpec(config, "vq_digits32", defaults))
     torch.manual_seed(0)
     torch.save({"model": create_gpt("small_t2i").state_dict()}, folder / "t2i_small.pt")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cspd.causal.head import HEAD_DIM
-from cspd.causal.models import NORM_EPS, Block, rotary_angles
+from cspd.causal.models import NORM_EPS, CausalBlock, rotary_angles
 from cspd.transformer import RMSNorm
 from mar.head import fill
 from mar.vae import group_norm
@@ -110,7 +110,7 @@ class _Transformer(nn.Module):
         super().__init__()
         width = config.z_channels
         self.register_token = nn.Embedding(NUM_REGISTERS, width)
-        self.layers = nn.ModuleList(Block(width, width // HEAD_DIM) for _ in range(num_layers))
+        self.layers = nn.ModuleList(CausalBlock(width, width // HEAD_DIM) for _ in range(num_layers))
         self.register_buffer("freqs_cis", rotary_angles(config.side, HEAD_DIM, NUM_REGISTERS))
 
     def through_layers(self, cells: Tensor) -> Tensor:

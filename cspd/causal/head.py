@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cspd.heads.chain import EulerMaruyama, euler_maruyama
-from cspd.transformer import FeedForward
+from cspd.transformer import SwiGLU
 from mar.head import LAYER_NORM_EPS, Modulations, TimestepEmbedder
 
 # The head's chain: an Euler-Maruyama scheme (`cspd.heads.chain`). SphereAR's head gives the velocity; BitDance's gives
@@ -64,7 +64,7 @@ class _CellAttention(nn.Module):
         return self.wo(out.transpose(-3, -2).flatten(-2))
 
 
-class ResBlock(FeedForward):
+class FlowResBlock(SwiGLU):
     """A block of SphereAR's and BitDance's head with one cell in a token: modulations (1 + scale, shift, gate)."""
 
     num_modulations = 3
@@ -77,7 +77,7 @@ class ResBlock(FeedForward):
         return x + gate * super().forward(_modulated(self.norm, x, scale, shift))
 
 
-class TransBlock(FeedForward):
+class TransBlock(SwiGLU):
     """A block of BitDance's head with several cells in a token: they attend to each other first."""
 
     num_modulations = 6
@@ -146,7 +146,7 @@ class DiffHead(nn.Module):
         binary: bool = False,
     ) -> None:
         super().__init__()
-        block = ResBlock if num_cells == 1 else TransBlock
+        block = FlowResBlock if num_cells == 1 else TransBlock
         self.net = _Net(channels, width, depth, cond_dim, num_modulations, block)
         self.binary, self.num_cells = binary, num_cells
         self.channels, self.width, self.cond_dim = num_cells * channels, num_cells * width, num_cells * cond_dim

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from cspd.causal.head import DiffHead, times
 from cspd.heads.chain import LEAST_TO_GO
-from cspd.transformer import CacheView, FeedForward, RMSNorm, rotate
+from cspd.transformer import CacheView, RMSNorm, SwiGLU, rotate
 
 NORM_EPS = 1e-6
 MULTIPLE_OF = 256  # the feed-forward width is rounded up to a multiple of this
@@ -112,7 +112,7 @@ def rotary_angles(side: int, head_dim: int, num_before: int) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()], dim=-1)
 
 
-class Attention(nn.Module):
+class CausalAttention(nn.Module):
     def __init__(self, dim: int, n_head: int, layer: int) -> None:
         super().__init__()
         self.n_head = n_head
@@ -133,14 +133,14 @@ class Attention(nn.Module):
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
-class Block(nn.Module):
+class CausalBlock(nn.Module):
     """A transformer layer; without a mask and a cache all inputs look at each other."""
 
     def __init__(self, dim: int, n_head: int, layer: int = 0) -> None:
         super().__init__()
         hidden_dim = math.ceil(int(8 * dim / 3) / MULTIPLE_OF) * MULTIPLE_OF
-        self.attention = Attention(dim, n_head, layer)
-        self.feed_forward = FeedForward(dim, hidden_dim, dim)
+        self.attention = CausalAttention(dim, n_head, layer)
+        self.feed_forward = SwiGLU(dim, hidden_dim, dim)
         self.attention_norm = RMSNorm(dim, NORM_EPS)
         self.ffn_norm = RMSNorm(dim, NORM_EPS)
 
@@ -165,11 +165,11 @@ class Causal(nn.Module):
         if num_cells > 1:
             self.query_token = nn.Parameter(0.02 * torch.randn(1, num_cells - 1, dim))
         if config.binary:
-            self.proj_in: nn.Module = FeedForward(config.latent_dim, int(1.5 * dim), dim, bias=True)
+            self.proj_in: nn.Module = SwiGLU(config.latent_dim, int(1.5 * dim), dim, bias=True)
         else:
             self.proj_in = nn.Linear(config.latent_dim, dim)
         self.emb_norm = RMSNorm(dim, NORM_EPS)
-        self.layers = nn.ModuleList(Block(dim, config.n_head, i) for i in range(config.n_layer))
+        self.layers = nn.ModuleList(CausalBlock(dim, config.n_head, i) for i in range(config.n_layer))
         self.norm = RMSNorm(dim, NORM_EPS)
         self.pos_for_diff = nn.Embedding(config.num_cells, dim)
         self.head = DiffHead(

@@ -19,7 +19,7 @@ from mar.tensors import Weights, read_weights
 
 
 @dataclass(frozen=True)
-class SamplingDefaults:
+class CausalDefaults:
     """The settings that a model's authors sample it with; see `cspd.option.CAUSAL_OPTIONS`."""
 
     cfg: float = 4.5
@@ -33,7 +33,7 @@ class CausalSpec:
     """A named size, and its authors' sampling settings."""
 
     config: CausalConfig
-    defaults: SamplingDefaults
+    defaults: CausalDefaults
 
 
 _B = CausalConfig()
@@ -42,12 +42,12 @@ _H = replace(_B, dim=1280, n_layer=40, n_head=20, diff_dim=1280, diff_layers=12,
 
 
 def _sphere(size: CausalConfig, cfg: float) -> CausalSpec:
-    return CausalSpec(size, SamplingDefaults(cfg))
+    return CausalSpec(size, CausalDefaults(cfg))
 
 
 def _bits(size: CausalConfig, cfg: float, parallel_num: int = 1) -> CausalSpec:
     config = replace(size, latent_dim=32, binary=True, parallel_num=parallel_num, cls_token_num=64)
-    return CausalSpec(config, SamplingDefaults(cfg))
+    return CausalSpec(config, CausalDefaults(cfg))
 
 
 _EMOJI = CausalConfig(
@@ -70,7 +70,7 @@ CAUSALS: dict[str, CausalSpec] = {
     "bitdance_b_16x": _bits(_B, 6.1, parallel_num=16),
     "bitdance_l_1x": _bits(_L, 4.0),
     "bitdance_h_1x": _bits(_H, 4.55),
-    "sphere_ar_emoji64": CausalSpec(_EMOJI, SamplingDefaults(4.0, "constant", 0.9)),
+    "sphere_ar_emoji64": CausalSpec(_EMOJI, CausalDefaults(4.0, "constant", 0.9)),
 }
 Autoencoder = SphereVAE | BitAutoencoder
 AUTOENCODERS: dict[str, SphereVAEConfig | BitAutoencoderConfig] = {
@@ -82,13 +82,13 @@ AUTOENCODERS: dict[str, SphereVAEConfig | BitAutoencoderConfig] = {
 }
 
 
-def defaults_of(config: CausalConfig) -> SamplingDefaults:
+def defaults_of(config: CausalConfig) -> CausalDefaults:
     """The sampling settings of a size's authors, for any images; usual ones for a size without a name."""
     trained_for = {name: getattr(config, name) for name in ("side", "stride", "num_classes")}
     for spec in CAUSALS.values():
         if replace(spec.config, **trained_for) == config:
             return spec.defaults
-    return SamplingDefaults()
+    return CausalDefaults()
 
 
 def create_causal(name: str) -> Causal:

@@ -23,13 +23,13 @@ from cspd.evaluation.metrics import accuracy, load_classifier, space_of
 from cspd.files import check_file, user_cache, write_bytes, write_json
 from cspd.gpu_check.right import RIGHT
 from cspd.gpu_check.run import failures, format_report, read_report, run_question
-from cspd.gpu_check.sizes import FULL, TINY, Settings
+from cspd.gpu_check.sizes import FULL, TINY, Setup
 from cspd.gpu_check.times import FAST, WHERE
 from cspd.heads.calibrated import Shortcut, plans
 from cspd.heads.calibration import WINDOWS, Calibration
 from cspd.method import METHODS, PUBLISHED, find, method_names, parse_method, with_method
 from cspd.option import COMMON
-from cspd.plots import Panel, Point, speed_quality
+from cspd.plots import Panel, PlotPoint, speed_quality
 from cspd.request import Request, RoundStats
 from cspd.runs import measured, measured_lines, models_of, what_ran
 from cspd.terminal import if_stopped, progress_bar
@@ -422,7 +422,7 @@ def _panel(report: dict) -> Panel:
         # the row of the authors' own sampler has no guarantee; it samples from the same distribution as ar
         guarantee = row.get("guarantee", "exact")
         points.append(
-            Point(options, speed_up["median"], row["accuracy"], method + setting, limits, guarantee=guarantee)
+            PlotPoint(options, speed_up["median"], row["accuracy"], method + setting, limits, guarantee=guarantee)
         )
     return Panel("speed-up over baseline sampling", "fraction recognised by the classifier", points)
 
@@ -523,7 +523,7 @@ def run_gpu_check(args: argparse.Namespace) -> int:
             raise ValueError("there is no GPU, and official sizes take hours on a CPU: give --tiny to try the command")
         if args.mar is not None and not (args.mar / "models" / "mar.py").is_file():
             raise ValueError(f"--mar {args.mar} has no models/mar.py: give a clone of github.com/LTH14/mar")
-        settings = Settings(device, TINY if args.tiny else FULL, mar=args.mar and args.mar.resolve())
+        settings = Setup(device, TINY if args.tiny else FULL, mar=args.mar and args.mar.resolve())
         with if_stopped(lambda: f"the results so far are in {path}"):
             report = run_question(question, path, settings, minutes=args.minutes, overwrite=args.overwrite)
     print(format_report(question, report))

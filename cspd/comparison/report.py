@@ -23,7 +23,7 @@ from cspd.evaluation.scores import student_limit
 from cspd.files import link_of, write_bytes, write_json
 from cspd.method import GUARANTEES
 from cspd.pixels import png_of
-from cspd.plots import Panel, Point, beside, seed_grid, speed_quality, stacked
+from cspd.plots import Panel, PlotPoint, beside, seed_grid, speed_quality, stacked
 from cspd.runs import model_line
 
 # The report of `cspd compare` as text, Markdown and CSV.
@@ -577,14 +577,14 @@ def _panels(report: dict) -> list[Panel]:
     return panels
 
 
-def _point(row: dict, speed: str, quality: str, base_seconds: list[float]) -> Point:
+def _point(row: dict, speed: str, quality: str, base_seconds: list[float]) -> PlotPoint:
     label, line = _label(row)
     speed_range = None
     if speed == "speed_up":
         # the middle half of the turns: the extremes say more about the machine than about the method
         ratios = [base / own for base, own in zip(base_seconds, row["seconds"])]
         speed_range = tuple(np.percentile(ratios, [25, 75]).tolist())
-    return Point(
+    return PlotPoint(
         label,
         value_of(row, speed),
         row[quality],

@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import Cache, ChameleonConfig, ChameleonForConditionalGeneration
 from transformers.models.chameleon.modeling_chameleon import ChameleonImageVocabularyMapping, ChameleonLayerNorm
 
-from cspd.discrete.registry import CHAMELEON_DECODER, Architecture, HFConfig, Image, Parts, SamplingDefaults
+from cspd.discrete.registry import CHAMELEON_DECODER, Architecture, HFConfig, Image, Parts, VQDefaults
 from cspd.transformer import CacheView
 from mar.tensors import CheckpointError, read_tensors
 from mar.vae import Decoder, KLConfig
@@ -435,7 +435,7 @@ _ALL = [
         "janus",
         lambda: transformers.JanusForConditionalGeneration,
         "deepseek-community/Janus-Pro-7B",
-        SamplingDefaults(cfg=5.0, image_size=384),
+        VQDefaults(cfg=5.0, image_size=384),
         text=lambda config: config.text_config,
         image=_janus_image,
         parts=_janus_parts,
@@ -446,7 +446,7 @@ _ALL = [
         "chameleon",
         lambda: transformers.ChameleonForConditionalGeneration,
         "leloy/Anole-7b-v0.1-hf",
-        SamplingDefaults(cfg=3.0, temperature=0.7, top_p=0.9, image_size=512),
+        VQDefaults(cfg=3.0, temperature=0.7, top_p=0.9, image_size=512),
         text=lambda config: config,
         image=_chameleon_image,
         parts=_chameleon_parts,
@@ -458,7 +458,7 @@ _ALL = [
         LUMINA,
         lambda: SharedNorms,
         "Alpha-VLLM/Lumina-mGPT-7B-768",
-        SamplingDefaults(cfg=4.0, top_k=2000, image_size=768),
+        VQDefaults(cfg=4.0, top_k=2000, image_size=768),
         text=lambda config: config,
         image=_lumina_image,
         parts=_lumina_parts,
@@ -470,7 +470,7 @@ _ALL = [
         "emu3",
         lambda: transformers.Emu3ForConditionalGeneration,
         "Emu3-community/Emu3-Gen-hf",
-        SamplingDefaults(cfg=3.0, top_k=2048, image_size=720),
+        VQDefaults(cfg=3.0, top_k=2048, image_size=720),
         text=lambda config: config.text_config,
         image=_emu3_image,
         parts=_emu3_parts,

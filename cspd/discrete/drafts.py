@@ -22,18 +22,16 @@ from cspd.discrete.rules import (
     DIALS,
     MIXED,
     PARAMETERS,
-    Rule,
     coupling_option,
     draw_siblings,
     likeliest,
-    near_codes,
     nearby,
     rule_of,
     rule_options,
     sample,
 )
 from cspd.discrete.runner import VQRunner
-from cspd.discrete.trees import Shape, TreeDraws, Verified, chain_shape, follow, grown, walk
+from cspd.discrete.trees import Shape, TreeDraws, Verified, chain_shape, grown, verify_same_image, walk
 from cspd.method import Method, find
 from cspd.noise import MAX_INDEX, Purpose, check_indices
 from cspd.option import Option, check_integer
@@ -132,12 +130,12 @@ def price(runner: VQRunner, batch: Batch, verification: Verification | None) -> 
 
     Nothing is audited with an exact rule, nor at temperature 0, where divergences are 0 or infinite.
     """
-    rule = None if verification is None else rule_of(batch.request)
-    if rule is None or verification is None or rule.name == "exact" or rule.greedy:
+    rule = None if verification is None else rule_of(batch.request, runner.models["tokenizer"])
+    if rule is None or verification is None or rule.guarantee == "exact" or rule.greedy:
         return torch.full((len(batch),), torch.nan, device=runner.device)
     index = steps(num_draws(rule, verification), runner.device)
     u = runner.uniform(batch, Purpose.AUDIT, torch.zeros_like(index), index)
-    return audited(rule, verification, u, near_of(rule, runner))
+    return audited(rule, verification, u)
 
 
 def run(
@@ -352,19 +350,12 @@ def _verify(runner: VQRunner, batch: Batch, drafted: Drafted, features: Tensor) 
     if batch.same_image:
         P = runner.distributions(batch, features)
         drawn = sample(P, runner.drawn(batch, shape.depth))
-        return follow(shape, tokens, drawn, room)
-    rule = rule_of(batch.request)
+        return verify_same_image(shape, tokens, drawn, room)
+    rule = rule_of(batch.request, runner.models["tokenizer"])
     P = runner.distributions(batch, features, soft=rule.pools)
     if draws is None:
         draws = draw_tree(runner, batch, shape)
-    return walk(rule, shape, tokens, P, Q, draws, room, near_of(rule, runner))
-
-
-def near_of(rule: Rule, runner: VQRunner) -> Tensor | None:
-    """The neighbours of each code, int64 [V, >= num_near], if the rule pools; otherwise None."""
-    if not rule.pools:
-        return None
-    return near_codes(runner.models["tokenizer"], rule.metric, rule.num_near)
+    return walk(rule, shape, tokens, P, Q, draws, room)
 
 
 def commit(runner: VQRunner, batch: Batch, drafted: Drafted, verified: Verified) -> None:
@@ -415,7 +406,7 @@ def check_rule(request: Request, runner: VQRunner) -> None:
         raise ValueError(
             f"rule={request.rule!r} needs the tokenizer's codes, and this engine has no tokenizer: give it one"
         )
-    near_of(rule, runner)
+    rule_of(request, runner.models["tokenizer"])
 
 
 def by_budget(request: Request, runner: VQRunner) -> Request:

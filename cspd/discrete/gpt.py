@@ -98,7 +98,7 @@ def rotary_table(config: GPTConfig, device: torch.device) -> Tensor:
     return torch.cat([of_class, table]).to(device)
 
 
-class Attention(nn.Module):
+class GPTAttention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         self.n_head = config.n_head
@@ -132,12 +132,12 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """A transformer layer; EAGLE's drafter is one such layer."""
 
     def __init__(self, config: GPTConfig, layer: int = 0) -> None:
         super().__init__()
-        self.attention = Attention(config, layer)
+        self.attention = GPTAttention(config, layer)
         self.feed_forward = FeedForward(config)
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
@@ -190,7 +190,7 @@ class GPT(nn.Module):
         self.config = config
         self.cls_embedding = _CaptionEmbedder(config) if config.caption_dim else _LabelEmbedder(config)
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
+        self.layers = nn.ModuleList(GPTBlock(config, i) for i in range(config.n_layer))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
@@ -270,7 +270,7 @@ class Eagle(nn.Module):
         super().__init__()
         self.config = config
         self.fc = nn.Linear(2 * config.dim, config.dim)
-        self.layers = nn.ModuleList([Block(config)])
+        self.layers = nn.ModuleList([GPTBlock(config)])
 
     def table(self, position: Tensor) -> Tensor:
         """As `GPT.table`."""
@@ -416,13 +416,13 @@ class _Middle(nn.Sequential):
         )
 
 
-class Encoder(vae.Encoder):
+class VQEncoder(vae.Encoder):
     levels_name = "conv_blocks"
     level = _Level
     middle = _Middle
 
 
-class Decoder(nn.Module):
+class VQDecoder(nn.Module):
     def __init__(self, config: VQConfig) -> None:
         super().__init__()
         widths = [config.ch * m for m in reversed(config.ch_mult)]  # the lowest resolution first
@@ -457,8 +457,8 @@ class VQModel(nn.Module):
     def __init__(self, config: VQConfig) -> None:
         super().__init__()
         self.config = config
-        self.encoder = Encoder(config, config.z_channels)
-        self.decoder = Decoder(config)
+        self.encoder = VQEncoder(config, config.z_channels)
+        self.decoder = VQDecoder(config)
         self.quantize = _Quantizer(config)
         self.quant_conv = nn.Conv2d(config.z_channels, config.codebook_dim, 1)
         self.post_quant_conv = nn.Conv2d(config.codebook_dim, config.z_channels, 1)

@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from cspd.discrete.batch import Batch
-from cspd.discrete.drafts import Drafted, by_budget, check_rule, commit, explain, near_of, outcome, price, run
+from cspd.discrete.drafts import Drafted, by_budget, check_rule, commit, explain, outcome, price, run
 from cspd.discrete.kv_cache import MOST_NODES
 from cspd.discrete.prices import Verification
 from cspd.discrete.rules import (
     MIXED,
+    Exact,
+    Greedy,
     Rule,
     coupling_option,
     draw_siblings,
@@ -27,7 +29,7 @@ from cspd.discrete.rules import (
     without,
 )
 from cspd.discrete.runner import VQRunner
-from cspd.discrete.trees import Shape, SiblingVerdicts, follow, verify_siblings
+from cspd.discrete.trees import Shape, SiblingVerdicts, verify_same_image, verify_siblings
 from cspd.method import Method
 from cspd.noise import MAX_INDEX, Purpose, check_indices
 from cspd.option import Option, check_integer
@@ -228,7 +230,7 @@ def run_same_image(runner: VQRunner, batch: Batch) -> Tensor:
     P = runner.distributions(batch, features)
     drawn = sample(P, runner.drawn(batch, shape.depth))
     room = runner.seq_len - batch.num_committed
-    verified = follow(shape, tokens, drawn, room)
+    verified = verify_same_image(shape, tokens, drawn, room)
     commit(runner, batch, Drafted(shape, tokens, None), verified)
     _redraw(runner, batch, comb, P, drawn, verified.count)
     accepted = steps(shape.height, runner.device) < verified.count.unsqueeze(1)
@@ -345,16 +347,15 @@ def run_jacobi_round(runner: VQRunner, sequences: list[Sequence], watch: Stopwat
 def _verify_and_redraw(runner: VQRunner, batch: Batch) -> Tensor:
     """The round on the device; returns its `outcome`."""
     request = batch.request
-    rule = rule_of(request)
-    near = near_of(rule, runner)
+    rule = rule_of(request, runner.models["tokenizer"])
     comb = comb_of(request.window, request.pd_k, request.pd_d, runner.device)
     draws = draw(runner, batch, comb)
 
     window = _draft(runner, batch, comb, rule, draws)
     P = _verify(runner, batch, comb, rule, window)
-    on_path = _verify_path(rule, window, P, draws, near)
+    on_path = _verify_path(rule, window, P, draws)
     room = runner.seq_len - batch.num_committed
-    verdict = _verdict(rule, comb, window, P, on_path, draws, room, near)
+    verdict = _verdict(rule, comb, window, P, on_path, draws, room)
     _commit(runner, batch, comb, window, verdict, draws)
     tokens = _redraw_path(rule, window, P, on_path, draws, request.continuation)
     slide(runner, batch, tokens, P, verdict.accepted, draws)
@@ -396,15 +397,13 @@ def _verify(runner: VQRunner, batch: Batch, comb: Comb, rule: Rule, window: Wind
     return runner.distributions(batch, features, soft=rule.greedy)
 
 
-def _verify_path(
-    rule: Rule, window: Window, P: Tensor, draws: WindowDraws, near: Tensor | None = None
-) -> SiblingVerdicts:
+def _verify_path(rule: Rule, window: Window, P: Tensor, draws: WindowDraws) -> SiblingVerdicts:
     """Verifies every token of the first path alone, with P after the old tokens before it (lines 5 to 8)."""
     path = window.tokens.shape[1]
     depth = steps(path + 1, P.device)[1:]
     candidates = window.tokens.unsqueeze(-1)  # one at each position
     uniforms = draws.path.unsqueeze(-1)
-    return verify_siblings(rule, P[:, :path], window.Q, candidates, uniforms, depth, near)
+    return verify_siblings(rule, P[:, :path], window.Q, candidates, uniforms, depth)
 
 
 def _verdict(
@@ -415,7 +414,6 @@ def _verdict(
     on_path: SiblingVerdicts,
     draws: WindowDraws,
     room: Tensor,
-    near: Tensor | None,
 ) -> Verdict:
     """The longest accepted prefix of the first path, and the verdict on the siblings of the rejected token after it.
 
@@ -433,7 +431,7 @@ def _verdict(
 
     # the siblings of the rejected token
     residual = P[:, : comb.path] if rule.greedy else on_path.residual
-    sibling, node, beside = _verify_beside(rule, comb, window, residual, prefix, rejected, draws, near)
+    sibling, node, beside = _verify_beside(rule, comb, window, residual, prefix, rejected, draws)
     found = sibling >= 0
     bound = bound + beside.bound(rejected)
 
@@ -453,7 +451,6 @@ def _verify_beside(
     prefix: Tensor,
     rejected: Tensor,
     draws: WindowDraws,
-    near: Tensor | None,
 ) -> tuple[Tensor, Tensor, SiblingVerdicts]:
     """Verifies the siblings of rejected tokens. Returns the token, or -1, and the node of the accepted one, int64 [B].
 
@@ -472,7 +469,7 @@ def _verify_beside(
     siblings = window.siblings[each, row]
     candidates = torch.where(has_siblings.unsqueeze(1), siblings, -1)
     left = without(window.Q[each, level], window.tokens[each, level])  # eq. 7 with k = 2
-    tried = verify_siblings(rule, residual, left, candidates, draws.beside[each, row], level + 1, near)
+    tried = verify_siblings(rule, residual, left, candidates, draws.beside[each, row], level + 1)
 
     chosen = tried.index.clamp(min=0)
     token = torch.where(tried.index >= 0, candidates[each, chosen], -1)
@@ -521,8 +518,9 @@ def _redraw_path(
     if not continuation:
         return sample(rule.target(P[:, :path]), u)
     # Always by the exact rule. Tokens that a relaxed rule accepts do not follow P, which is their Q in the next round.
-    if rule.name != "exact":
-        on_path = _verify_path(Rule(greedy=rule.greedy), window, P, draws)
+    if rule.guarantee != "exact":
+        exact = Greedy(Exact()) if rule.greedy else Exact()
+        on_path = _verify_path(exact, window, P, draws)
     return torch.where(on_path.index == 0, window.tokens, sample(on_path.residual, u))
 
 

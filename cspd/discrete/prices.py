@@ -42,16 +42,16 @@ class Verification(NamedTuple):
 def num_draws(rule: Rule, verification: Verification) -> int:
     """How many uniform draws `audited` takes for each sequence."""
     most_candidates = verification.candidates.shape[-1]
-    depends_on_none = most_candidates == 1 and (rule.optimal or not rule.pools)
+    depends_on_none = most_candidates == 1 and not rule.depends_on_x
     is_one = verification.Q is None or depends_on_none  # C does not depend on what is drawn
     return 1 + (1 if is_one else NUM_DRAWN) * most_candidates
 
 
-def audited(rule: Rule, verification: Verification, u: Tensor, near: Tensor | None) -> Tensor:
+def audited(rule: Rule, verification: Verification, u: Tensor) -> Tensor:
     """An estimate [B] of the sum of KL(C || P), nats, over the verified positions: that of one of them, times how many.
 
     Args:
-        u: uniform draws [B, `num_draws`]. near: as in `Rule.accept`.
+        u: uniform draws [B, `num_draws`].
     """
     P, Q, candidates, depth, tried = verification
     num_tried = tried.sum(1)
@@ -67,7 +67,6 @@ def audited(rule: Rule, verification: Verification, u: Tensor, near: Tensor | No
         candidates[each, position],
         u[:, 1:].unflatten(1, (-1, candidates.shape[-1])),
         depth[each, position],
-        near,
     )
     return torch.where(num_tried > 0, num_tried * divergence(C, P), 0)
 
@@ -79,14 +78,12 @@ def divergence(C: Tensor, P: Tensor) -> Tensor:
     return (terms.masked_fill(C <= 0, 0) - C + P).sum(-1)
 
 
-def committed(
-    rule: Rule, P: Tensor, Q: Tensor | None, candidates: Tensor, u: Tensor, depth: Tensor | int, near: Tensor | None
-) -> Tensor:
+def committed(rule: Rule, P: Tensor, Q: Tensor | None, candidates: Tensor, u: Tensor, depth: Tensor | int) -> Tensor:
     """C [..., V], the distribution of the token that verifying the candidates of a position commits.
 
     Args:
         P, Q: [..., V], as in `Verification`. candidates: int64 [..., K]; if they were drawn, only their number matters.
-        u: uniform draws [..., N, K]. depth: int or int64 [...]. near: as in `Rule.accept`.
+        u: uniform draws [..., N, K]. depth: int or int64 [...].
     """
     num = u.shape[-2]
     candidates = _repeated(candidates, num)
@@ -98,12 +95,12 @@ def committed(
     for x, own in zip(candidates.unbind(-1), u.unbind(-1)):
         is_present = (x >= 0).unsqueeze(-1)
         of_x = point(x.clamp(min=0), left) if q is None else q
-        f = rule.accept(left, of_x, depth, near)
+        f = rule.accept(left, of_x, depth)
         accepted = of_x * f
         rejected = of_x - accepted
         share = rejected.sum(-1, keepdim=True)
         x = sample(rejected, own).clamp(min=0)
-        after = rule.resample(left, of_x, f, x, near)
+        after = rule.resample(left, of_x, f, x)
         total = torch.where(is_present, total + weight * accepted, total)
         weight = torch.where(is_present, weight * share, weight)
         left = torch.where(is_present, after, left)

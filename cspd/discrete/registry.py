@@ -20,7 +20,7 @@ from mar.tensors import CONFIG, Assumed, CheckpointError
 
 
 @dataclass(frozen=True)
-class SamplingDefaults:
+class VQDefaults:
     """The settings that a model's authors sample it with.
 
     Attributes:
@@ -42,12 +42,12 @@ class GPTSpec:
 
     config: GPTConfig
     tokenizer: str
-    defaults: SamplingDefaults
+    defaults: VQDefaults
 
 
 def _official(dim: int, n_layer: int, n_head: int, cfg: float, side: int) -> GPTSpec:
     config = GPTConfig(dim=dim, n_layer=n_layer, n_head=n_head, block_size=side * side)
-    return GPTSpec(config, "vq16", SamplingDefaults(cfg=cfg))
+    return GPTSpec(config, "vq16", VQDefaults(cfg=cfg))
 
 
 _DIGITS = GPTConfig(vocab_size=512, block_size=256, num_classes=10, multiple_of=32)
@@ -56,12 +56,12 @@ _EMOJI = replace(_DIGITS, num_classes=0, prefix_length=32, caption_dim=128)
 
 def _digits(dim: int, n_layer: int, n_head: int) -> GPTSpec:
     config = replace(_DIGITS, dim=dim, n_layer=n_layer, n_head=n_head)
-    return GPTSpec(config, "vq_digits32", SamplingDefaults(image_size=32))
+    return GPTSpec(config, "vq_digits32", VQDefaults(image_size=32))
 
 
 def _emoji(dim: int, n_layer: int, n_head: int) -> GPTSpec:
     config = replace(_EMOJI, dim=dim, n_layer=n_layer, n_head=n_head)
-    return GPTSpec(config, "vq_emoji64", SamplingDefaults(cfg=4.5, temperature=0.85, image_size=64))
+    return GPTSpec(config, "vq_emoji64", VQDefaults(cfg=4.5, temperature=0.85, image_size=64))
 
 
 # A side of 24 tokens: trained at 384 pixels, and the authors resize the images to 256. A side of 32: 512 pixels.
@@ -76,7 +76,7 @@ GPTS: dict[str, GPTSpec] = {
     "llamagen_xl_t2i": GPTSpec(
         GPTConfig(1280, 36, 20, block_size=32 * 32, num_classes=0, prefix_length=120, caption_dim=2048),
         "vq16",
-        SamplingDefaults(cfg=7.5, top_k=1000, image_size=512),
+        VQDefaults(cfg=7.5, top_k=1000, image_size=512),
     ),
     "gpt_digits32": _digits(192, 8, 6),
     "gpt_digits32_draft": _digits(160, 3, 5),
@@ -98,7 +98,7 @@ def gpt_spec(name: str) -> GPTSpec:
     return lookup(GPTS, name, "GPT")
 
 
-def defaults_of(config: Any) -> SamplingDefaults:
+def defaults_of(config: Any) -> VQDefaults:
     """The sampling settings of a size's authors, at any resolution; usual ones for a size without a name.
 
     Args:
@@ -110,7 +110,7 @@ def defaults_of(config: Any) -> SamplingDefaults:
         # small images are not enlarged to the paper's size
         own_size = config.grid * TOKENIZERS[spec.tokenizer].stride
         return replace(spec.defaults, image_size=min(spec.defaults.image_size, own_size))
-    return SamplingDefaults()
+    return VQDefaults()
 
 
 def _of_size(config: GPTConfig) -> Iterator[GPTSpec]:
@@ -124,11 +124,6 @@ def _of_size(config: GPTConfig) -> Iterator[GPTSpec]:
 def create_gpt(name: str) -> GPT:
     """A GPT of the named size with random weights. Raises ValueError on an unknown name."""
     return GPT(gpt_spec(name).config)
-
-
-def create_eagle(name: str) -> Eagle:
-    """An EAGLE drafter, with random weights, for the GPT of the named size. Raises ValueError on an unknown name."""
-    return Eagle(gpt_spec(name).config)
 
 
 def create_tokenizer(name: str) -> VQModel:
@@ -170,7 +165,7 @@ class HFConfig:
     prefix_length: int
     stride: int
     row_end: int | None
-    defaults: SamplingDefaults
+    defaults: VQDefaults
 
     @property
     def grid(self) -> int:
@@ -234,7 +229,7 @@ class Architecture:
     name: str
     model_class: Callable[[], type]
     example: str
-    defaults: SamplingDefaults
+    defaults: VQDefaults
     text: Callable[[Any], Any]
     image: Callable[[Any, Mapping[str, Any]], Image]
     parts: Callable[[Any, Image, Path | None], Parts]

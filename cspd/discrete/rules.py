@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from cspd.discrete.gpt import VQModel
-from cspd.option import BUDGET, VQ_OPTIONS, Option, check_integer
+from cspd.option import BUDGET, VQ_OPTIONS, Option, option, options_of
 from cspd.request import Request
 from cspd.transformer import steps
 
@@ -191,10 +190,12 @@ def order_keys(values: Tensor) -> Tensor:
     return values.double().view(torch.int64) + steps(values.shape[-1], values.device)
 
 
-# The parts of a rule: f, the acceptance probability; G, the distribution after a rejection; and the bound.
+# Rules. A rule accepts a drafted token x with probability f(x), and otherwise samples from G.
 #
-# Pure functions on probabilities [..., V], P of the target and Q of the draft, float32 or float64; any leading
-# dimensions (sequences, positions, tree nodes).
+# Each is a class: its fields are its options, `accept` is its f, and `guarantee` and `bound` say how far the committed
+# token is from P. They work on probabilities [..., V], P of the target and Q of the draft, float32 or float64, with any
+# leading dimensions (sequences, positions, tree nodes). Any rule verifies any draft: for a token that was chosen, not
+# sampled, Q is the point mass at it.
 #
 # Sources:
 #     exact: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", arXiv 2211.17192.
@@ -207,98 +208,461 @@ def order_keys(values: Tensor) -> Tensor:
 #     gsd: So et al., "Grouped Speculative Decoding for Autoregressive Image Generation", arXiv 2508.07747, and its
 #         authors' code.
 
-MAX_GATHERED = 2**22  # probabilities gathered at a time, which bounds memory
-LAST_KEY = torch.iinfo(torch.int64).max
+
+def ratio(mass: Tensor, Q: Tensor) -> Tensor:
+    """min(1, mass / Q). 0 / 0 is 0: a token that the target never samples is never accepted."""
+    return (mass / Q).clamp_(max=1).nan_to_num_(nan=0.0)
+
+
+def residual(P: Tensor, Q: Tensor, f: Tensor | float) -> Tensor:
+    """G* = norm([P - Q f]+) [..., V] (COOL-SD, eq. 5); P if that is 0 everywhere.
+
+    No other G brings the distribution of the committed token nearer to P. With f = 1 it is the papers' own
+    norm([P - Q]+) (COOL-SD, eq. 6): the same if f >= min(1, P / Q) everywhere, otherwise farther from P.
+    """
+    return _norm(P - Q * f, P)
+
+
+def _norm(difference: Tensor, otherwise: Tensor | float) -> Tensor:
+    """norm([difference]+) [..., V], or `otherwise` if that is 0 everywhere. Writes to `difference`."""
+    weights = difference.clamp_(min=0)
+    total = weights.sum(-1, keepdim=True)
+    return torch.where(total > 0, weights / total, otherwise)
+
+
+def bound(P: Tensor, Q: Tensor, f: Tensor, G: Tensor | None = None) -> Tensor:
+    """The total variation [...] between P and the token that verifying one draft commits: the local term of COOL-SD's
+    Theorem 2.
+
+    Without G it is sum [Q f - P]+: for G*, and for lantern's own G, which depends on the rejected token (see the proof
+    below).
+    """
+    committed = Q * f
+    if G is not None:
+        rejected = (Q * (1 - f)).sum(-1, keepdim=True)
+        committed = committed + rejected * G
+    return (committed - P).clamp(min=0).sum(-1)
+
+
+class Rule:
+    """A rule for drafted tokens. The six rules say what differs: f, and G and the bound if they are not these.
+
+    Attributes:
+        name: what requests give as `rule`.
+        dial: the option that a budget chooses, and its values, each more relaxed than the one before; None if none.
+        optimal: G is G*; otherwise the papers' own.
+        greedy: whether tokens are sampled at temperature 0. pools: whether f depends on neighbours in the codebook.
+    """
+
+    name: ClassVar[str]
+    dial: ClassVar[tuple[str, tuple[float, ...]] | None] = None
+    optimal: bool
+    greedy: ClassVar[bool] = False
+
+    @property
+    def guarantee(self) -> str:
+        return "bounded"
+
+    @property
+    def pools(self) -> bool:
+        return False
+
+    @property
+    def depends_on_x(self) -> bool:
+        """Whether G depends on which token was rejected."""
+        return False
+
+    @property
+    def has_whole_f(self) -> bool:
+        """Whether f is computed at all tokens even on a CPU: G* needs it, or it is cheap."""
+        return True
+
+    def target(self, P: Tensor) -> Tensor:
+        """The target's distribution: P, or at temperature 0 the point mass at its argmax."""
+        return P
+
+    def accept(self, P: Tensor, Q: Tensor, depth: Tensor | int = 1) -> Tensor:
+        """f [..., V]. depth: of the candidates in a chain or tree, from 1, an int or int64 [...]."""
+        raise NotImplementedError
+
+    def accept_token(self, P: Tensor, Q: Tensor, x: Tensor) -> Tensor:
+        """f for tokens x [..., 1] only, [..., 1], of a rule without `has_whole_f`."""
+        return self.accept(P, Q).gather(-1, x)
+
+    def resample(self, P: Tensor, Q: Tensor, f: Any, x: Tensor) -> Tensor:
+        """G [..., V] after candidates x [...] were rejected. f: None if the rule has no `has_whole_f`."""
+        return residual(P, Q, f if self.optimal else 1.0)
+
+    def bound(self, P: Tensor, Q: Tensor, f: Tensor) -> Tensor:
+        """The local term [...] that verifying a candidate adds to the bound on the total variation, not capped at 1."""
+        # norm([P - Q]+) is biased where f < min(1, P / Q), although Q f <= P there
+        return bound(P, Q, f, None if self.optimal else residual(P, Q, 1.0))
+
+    def merged(self, P: Tensor, x: Tensor) -> Tensor:
+        """P after tokens x [...] took over the probability of their neighbours, if the rule pools."""
+        return P
+
+
+Optimal = Annotated[
+    bool,
+    option(
+        "after a rejection, sample from the optimal residual distribution G*; otherwise as in the authors' code",
+        implied=True,
+    ),
+]
+DELTAS = (1.01, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 3.0, 4.0)
+
+
+class Ratio(Rule):
+    """Rules that scale the ratio: f = min(1, omega P / Q) (COOL-SD, eq. 7)."""
+
+    def omega(self, depth: Tensor | int) -> Tensor | float:
+        """omega at depths from 1, an int or int64 [...]: a number or [..., 1]."""
+        raise NotImplementedError
+
+    def accept(self, P: Tensor, Q: Tensor, depth: Tensor | int = 1) -> Tensor:
+        return ratio(self.omega(depth) * P, Q)
+
+    def share(self, depth: Tensor | int) -> Tensor | float:
+        """The fraction of a chosen token's probability that its rejection leaves, 1 - omega or 0; shaped like `omega`.
+
+        A chosen token has Q = 1, so f and G depend on P alone.
+        """
+        left = 1 - self.omega(depth) if self.optimal else 0.0
+        return left.clamp(min=0) if isinstance(left, Tensor) else max(left, 0.0)
+
+
+@dataclass(frozen=True)
+class Exact(Ratio):
+    """f = min(1, P / Q), G = norm([P - Q]+): the committed token follows P."""
+
+    name = "exact"
+    optimal = True
+
+    @property
+    def guarantee(self) -> str:
+        return "exact"
+
+    def omega(self, depth: Tensor | int) -> float:
+        return 1.0
+
+    def accept(self, P: Tensor, Q: Tensor, depth: Tensor | int = 1) -> Tensor:
+        return ratio(P, Q)
+
+
+@dataclass(frozen=True)
+class UniformRSD(Ratio):
+    """f = min(1, delta P / Q)."""
+
+    name = "uniform-rsd"
+    dial = ("delta", DELTAS)
+    delta: Annotated[float, option("accepts with min(1, delta P/Q)", low=1)] = 1.1
+    optimal: Optimal = True
+
+    def omega(self, depth: Tensor | int) -> float:
+        return self.delta
+
+
+@dataclass(frozen=True)
+class CoolSD(Ratio):
+    """f = min(1, omega_i P / Q) at depth i: omega falls with depth, and its mean is delta (COOL-SD, eq. 10).
+
+    Attributes:
+        length: L, the number of depths: a chain's length or a tree's height. omega is constant beyond. No option.
+
+    Raises:
+        ValueError: the last omega of the linear schedule would not be above 0.
+    """
+
+    name = "cool-sd"
+    dial = ("delta", DELTAS)
+    delta: Annotated[float, option("mean relaxation over the depths; 1.1 to 4 in the paper", above=0)] = 1.1
+    schedule: Annotated[
+        Literal["exponential", "linear"], option("how the relaxation falls with depth", implied=True)
+    ] = "exponential"
+    nu: Annotated[float, option("decay of the exponential schedule", implied=True, above=0)] = 0.7
+    optimal: Optimal = True
+    length: int = 1
+
+    def __post_init__(self) -> None:
+        if self.schedule == "linear" and self.length >= ELL:
+            raise ValueError(
+                f"schedule='linear' needs a draft length below {ELL}, got length={self.length}: draft less far, or use"
+                " schedule='exponential'"
+            )
+
+    def omega(self, depth: Tensor | int) -> Tensor | float:
+        if isinstance(depth, Tensor):
+            depth = depth.clamp(max=self.length).unsqueeze(-1)
+        else:
+            depth = min(depth, self.length)
+        if self.schedule == "linear":
+            return linear(depth, self.delta, self.length)
+        return exponential(depth, self.delta, self.length, self.nu)
+
+
 ELL = 8  # of the linear schedule; COOL-SD's
 
 
-def relaxed(P: Tensor, Q: Tensor, omega: Tensor | float) -> Tensor:
-    """f = min(1, omega P / Q) [..., V] (COOL-SD, eq. 7). omega is a number or [..., 1].
-
-    omega = 1 is exact, omega = delta is uniform-rsd, omega_i by depth is cool-sd.
-    """
-    is_exact = isinstance(omega, float) and omega == 1
-    mass = P if is_exact else omega * P
-    return _ratio(mass, Q)
+def exponential(depth: Tensor | int, delta: float, length: int, nu: float) -> Tensor | float:
+    """omega_i = delta exp(-nu i - mu) at depths i in 1 .. length, with mu such that their mean is delta."""
+    decay = math.exp(-nu)
+    total = sum(math.exp(-nu * i) for i in range(length))
+    first = delta * length / total
+    return first * decay ** (depth - 1)
 
 
-def pooled(P: Tensor, Q: Tensor, near: Tensor, limit: Tensor) -> Tensor:
-    """f = min(1, (P + absorbed) / Q) [..., V]: lantern (its section 3.3) with limit = delta, lantern++ with lam P.
-
-    The authors' lantern++ has (lambda - 1) P: its lambda = 2 is lam = 1 here.
-
-    Args:
-        near, limit: as in `absorbed`.
-    """
-    return _ratio(P + absorbed(P, near, limit), Q)
+def linear(depth: Tensor | int, delta: float, length: int) -> Tensor | float:
+    """As `exponential`, with omega_i in proportion to ELL - i."""
+    total = sum(ELL - i for i in range(1, length + 1))
+    return delta * length * (ELL - depth) / total
 
 
-def pooled_token(P: Tensor, Q: Tensor, x: Tensor, near: Tensor, limit: Tensor) -> Tensor:
-    """f of `pooled` for tokens x [..., 1] only: [..., 1]. `limit`: [..., 1]."""
-    mass = P.gather(-1, x) + absorbed_by(P, x, near, limit)
-    return _ratio(mass, Q.gather(-1, x))
-
-
-def grouped(P: Tensor, Q: Tensor, group: int, gap: float) -> Tensor:
-    """f = min(1, P(C) / Q(C)) [..., V], C a group of tokens around each: gsd (its Algorithm 3).
+@dataclass(frozen=True)
+class GSD(Rule):
+    """f = min(1, P(C) / Q(C)), C a group of tokens around x (its Algorithm 3); group = 1 is exact.
 
     In the order of rising P, lower index first at ties, C holds the token, the group // 2 before it and the
     (group - 1) // 2 after it, but none whose P differs from its own by `gap` or more. The paper also leaves out tokens
     whose embeddings are far apart, by a distance chosen for one model. By its Table 2 that changes nothing, and the
     authors' later code does not do it.
-
-    Args:
-        group: at least 1, tokens per group; 1 is exact. gap: in (0, 1].
     """
-    ordered, tokens = P.sort(dim=-1, stable=True)
-    ordered = ordered.contiguous()
-    rank = steps(P.shape[-1], P.device)
 
-    # where each group begins, and the index after its last token
-    first = torch.searchsorted(ordered, ordered - gap, right=True)
-    first = torch.maximum(first, rank - group // 2)
-    end = torch.searchsorted(ordered, ordered + gap)
-    end = torch.minimum(end, rank + (group + 1) // 2)
+    name = "gsd"
+    dial = ("group", (2, 3, 5, 10, 14, 25, 50))
+    group: Annotated[
+        int,
+        option(
+            "tokens verified as one group: neighbours in the order of the target's probabilities; 3 to 50 in the paper",
+            low=1,
+        ),
+    ] = 10
+    gap: Annotated[
+        float,
+        option("tokens of one group differ by less than this in probability", implied=True, low=0.001, high=1),
+    ] = 0.15
+    optimal: Optimal = True
 
-    # sums of P and Q over the group, as differences: float64, or small ones would be lost
-    mass = torch.stack([ordered, Q.gather(-1, tokens)]).double()
-    sums = functional.pad(mass.cumsum(-1), (1, 0))
-    before_end = sums.gather(-1, end.expand_as(mass))
-    before_first = sums.gather(-1, first.expand_as(mass))
-    target_mass, draft_mass = before_end - before_first
-    f = _ratio(target_mass, draft_mass).to(P.dtype)
-    f = f.masked_fill(ordered <= 0, 0)  # a token that the target never samples is never accepted
-    return torch.empty_like(P).scatter_(-1, tokens, f)
+    @property
+    def has_whole_f(self) -> bool:
+        return self.optimal
+
+    def accept(self, P: Tensor, Q: Tensor, depth: Tensor | int = 1) -> Tensor:
+        ordered, tokens = P.sort(dim=-1, stable=True)
+        ordered = ordered.contiguous()
+        rank = steps(P.shape[-1], P.device)
+
+        # where each group begins, and the index after its last token
+        first = torch.searchsorted(ordered, ordered - self.gap, right=True)
+        first = torch.maximum(first, rank - self.group // 2)
+        end = torch.searchsorted(ordered, ordered + self.gap)
+        end = torch.minimum(end, rank + (self.group + 1) // 2)
+
+        # sums of P and Q over the group, as differences: float64, or small ones would be lost
+        mass = torch.stack([ordered, Q.gather(-1, tokens)]).double()
+        sums = functional.pad(mass.cumsum(-1), (1, 0))
+        before_end = sums.gather(-1, end.expand_as(mass))
+        before_first = sums.gather(-1, first.expand_as(mass))
+        P_of_group, Q_of_group = before_end - before_first
+        f = ratio(P_of_group, Q_of_group).to(P.dtype)
+        f = f.masked_fill(ordered <= 0, 0)  # a token that the target never samples is never accepted
+        return torch.empty_like(P).scatter_(-1, tokens, f)
+
+    def accept_token(self, P: Tensor, Q: Tensor, x: Tensor) -> Tensor:
+        """f at x. In float32 it takes a top-k instead of sorting rows."""
+        if P.dtype == torch.float64:
+            return super().accept_token(P, Q, x)
+
+        # the group in the order of (P, index); fewer tokens at the ends of the order
+        keys = order_keys(P)
+        own_key = keys.gather(-1, x)
+        num_before = min(self.group // 2, P.shape[-1])
+        num_after = min((self.group - 1) // 2, P.shape[-1])
+        before = keys.masked_fill(keys >= own_key, -1).topk(num_before)
+        after = keys.masked_fill(keys <= own_key, LAST_KEY).topk(num_after, largest=False)
+        tokens = torch.cat([x, before.indices, after.indices], -1)
+        is_there = torch.cat([own_key >= 0, before.values >= 0, after.values < LAST_KEY], -1)
+
+        # sums over those whose probability is near its own
+        mass = P.gather(-1, tokens)
+        own = mass[..., :1]
+        inside = is_there & (mass > own - self.gap) & (mass < own + self.gap)
+        P_of_group = (mass.double() * inside).sum(-1, keepdim=True)
+        Q_of_group = (Q.gather(-1, tokens).double() * inside).sum(-1, keepdim=True)
+        f = ratio(P_of_group, Q_of_group).to(P.dtype)
+        return f.masked_fill(own <= 0, 0)
 
 
-def grouped_token(P: Tensor, Q: Tensor, x: Tensor, group: int, gap: float) -> Tensor:
-    """f of `grouped` for tokens x [..., 1] only: [..., 1]. In float32 it takes a top-k instead of sorting rows."""
-    if P.dtype == torch.float64:
-        return grouped(P, Q, group, gap).gather(-1, x)
-
-    # the group in the order of (P, index); fewer tokens at the ends of the order
-    keys = order_keys(P)
-    own_key = keys.gather(-1, x)
-    num_before = min(group // 2, P.shape[-1])
-    num_after = min((group - 1) // 2, P.shape[-1])
-    before = keys.masked_fill(keys >= own_key, -1).topk(num_before)
-    after = keys.masked_fill(keys <= own_key, LAST_KEY).topk(num_after, largest=False)
-    tokens = torch.cat([x, before.indices, after.indices], -1)
-    is_there = torch.cat([own_key >= 0, before.values >= 0, after.values < LAST_KEY], -1)
-
-    # sums over those whose probability is near its own
-    mass = P.gather(-1, tokens)
-    own = mass[..., :1]
-    inside = is_there & (mass > own - gap) & (mass < own + gap)
-    target_mass = (mass.double() * inside).sum(-1, keepdim=True)
-    draft_mass = (Q.gather(-1, tokens).double() * inside).sum(-1, keepdim=True)
-    f = _ratio(target_mass, draft_mass).to(P.dtype)
-    return f.masked_fill(own <= 0, 0)
+LAST_KEY = torch.iinfo(torch.int64).max
 
 
-def _ratio(mass: Tensor, Q: Tensor) -> Tensor:
-    """min(1, mass / Q). 0 / 0 is 0: a token that the target never samples is never accepted."""
-    return (mass / Q).clamp_(max=1).nan_to_num_(nan=0.0)
+# Rules that pool: a token takes over the probability of its neighbours in the codebook.
+
+NumNear = Annotated[int, option("maximum number of neighbours", implied=True, low=1)]
+Metric = Annotated[
+    Literal["l2", "cosine", "raw"],
+    option(
+        "distance of neighbours: of the vectors that the decoder receives, or l2 of the codebook as it is stored (raw)",
+        implied=True,
+    ),
+]
+Published = Annotated[
+    bool,
+    option(
+        "verify as LANTERN's released code does instead of its paper: no bound; raw neighbours unless metric is given",
+        implied=True,
+    ),
+]
+
+
+class Pooling(Rule):
+    """Rules with f = min(1, (P + absorbed) / Q): x absorbs its nearest neighbours' P while the sum is below a limit.
+
+    Attributes:
+        k: the maximum number of neighbours. metric: their distance.
+        optimal: G is G*; otherwise norm([P_A - Q]+), see `merged`.
+        published: f and G are those of LANTERN's released code, whatever `optimal` says: see `released_residual`. Sums
+            that equal the limit are absorbed too.
+        near: int64 [V, >= num_near], see `neighbours`. `rule_of` sets it; verifying without it is a ValueError.
+    """
+
+    k: int
+    metric: str
+    published: bool
+    near: Tensor | None
+
+    def limit(self, P: Tensor) -> Tensor:
+        """What the absorbed mass must stay below, for tokens of probability P: shaped like P."""
+        raise NotImplementedError
+
+    @property
+    def guarantee(self) -> str:
+        return "heuristic" if self.published else "bounded"
+
+    @property
+    def pools(self) -> bool:
+        return True
+
+    @property
+    def depends_on_x(self) -> bool:
+        return self.published or not self.optimal
+
+    @property
+    def has_whole_f(self) -> bool:
+        return not self.depends_on_x
+
+    @property
+    def num_near(self) -> int:
+        """The number of neighbours per token that it reads. The released code empties one more than it pools."""
+        return self.k + self.published
+
+    def accept(self, P: Tensor, Q: Tensor, depth: Tensor | int = 1) -> Tensor:
+        return ratio(P + absorbed(P, self._pooled(), self._limit(P)), Q)
+
+    def accept_token(self, P: Tensor, Q: Tensor, x: Tensor) -> Tensor:
+        own = P.gather(-1, x)
+        return ratio(own + absorbed_by(P, x, self._pooled(), self._limit(own)), Q.gather(-1, x))
+
+    def resample(self, P: Tensor, Q: Tensor, f: Any, x: Tensor) -> Tensor:
+        if self.published:
+            return released_residual(P, Q, x, self._neighbours(), self._limit(P))
+        if self.optimal:
+            return residual(P, Q, f)
+        return residual(self.merged(P, x), Q, 1.0)
+
+    def bound(self, P: Tensor, Q: Tensor, f: Tensor) -> Tensor:
+        return bound(P, Q, f)  # of the paper's G, too
+
+    def merged(self, P: Tensor, x: Tensor) -> Tensor:
+        """P_A [..., V] for tokens x [...]."""
+        return merge(P, x, self._pooled(), self._limit(P))
+
+    # A chosen token has Q = 1: f and G depend on P alone, at x and its neighbours.
+
+    def reach(self, x: Tensor) -> Tensor:
+        """The tokens that pooling for chosen tokens x [...] reads: x and neighbours, int64 [..., 1 + num_near]."""
+        return torch.cat([x.unsqueeze(-1), self._neighbours()[x]], -1)
+
+    def pool(self, mass: Tensor) -> tuple[Tensor, Tensor]:
+        """Verifies a chosen token by pooling, given the probabilities [..., 1 + num_near] of the tokens in its `reach`.
+
+        Returns:
+            (the mass that the token takes over [..., 1],
+            bool [..., 1 + num_near], the tokens of which its rejection leaves nothing).
+        """
+        own = mass[..., :1]
+        around = mass[..., 1 : 1 + self.k]
+        limit = self._limit(own)
+        given = around.cumsum(-1) < limit
+        if self.published:  # rejecting a token that takes over any neighbour's mass empties all of them
+            taken = given[..., :1].expand_as(mass[..., 1:])
+        else:
+            taken = torch.zeros_like(given) if self.optimal else given
+        mass_absorbed = (around * given).sum(-1, keepdim=True)
+        return mass_absorbed, functional.pad(taken, (1, 0), value=True)
+
+    def _neighbours(self) -> Tensor:
+        """int64 [V, num_near], nearest first."""
+        least = self.num_near
+        if self.near is None or self.near.shape[1] < min(least, len(self.near) - 1):
+            raise ValueError(f"rule={self.name!r} needs near=neighbours(codebook, k) with k of at least {least}")
+        return self.near[:, :least]
+
+    def _pooled(self) -> Tensor:
+        """int64 [V, k], the neighbours that may give mass."""
+        return self._neighbours()[:, : self.k]
+
+    def _limit(self, P: Tensor) -> Tensor:
+        limit = self.limit(P)
+        if self.published:  # just above: a sum that equals the limit stays below this
+            return limit.nextafter(torch.full_like(P, math.inf))
+        return limit
+
+
+@dataclass(frozen=True)
+class Lantern(Pooling):
+    """f = min(1, (P + absorbed) / Q), absorbed < delta (its section 3.3)."""
+
+    name = "lantern"
+    dial = ("delta", (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4))
+    delta: Annotated[
+        float, option("maximum probability that neighbours may add; 0.05 to 0.4 in the paper", above=0, high=1)
+    ] = 0.2
+    k: NumNear = 10
+    metric: Metric = "l2"
+    optimal: Optimal = True
+    published: Published = False
+    near: Tensor | None = field(default=None, repr=False, compare=False)
+
+    def limit(self, P: Tensor) -> Tensor:
+        return torch.full_like(P, self.delta)
+
+
+@dataclass(frozen=True)
+class LanternPlus(Pooling):
+    """f = min(1, (P + absorbed) / Q), absorbed < lam P. The authors have (lambda - 1) P: lambda = 2 is lam = 1."""
+
+    name = "lantern++"
+    dial = ("lam", (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0))
+    lam: Annotated[
+        float,
+        option(
+            "the neighbours' probability relative to the token's own; the authors' lambda minus 1",
+            implied=True,
+            above=0,
+        ),
+    ] = 1.0
+    k: NumNear = 10
+    metric: Metric = "l2"
+    optimal: Optimal = True
+    published: Published = False
+    near: Tensor | None = field(default=None, repr=False, compare=False)
+
+    def limit(self, P: Tensor) -> Tensor:
+        return self.lam * P
+
+
+MAX_GATHERED = 2**22  # probabilities gathered at a time, which bounds memory
 
 
 def absorbed(P: Tensor, near: Tensor, limit: Tensor) -> Tensor:
@@ -344,22 +708,6 @@ def merge(P: Tensor, x: Tensor, near: Tensor, limit: Tensor) -> Tensor:
     return emptied.scatter_add(-1, x, moved.sum(-1, keepdim=True))
 
 
-def residual(P: Tensor, Q: Tensor, f: Tensor | float) -> Tensor:
-    """G* = norm([P - Q f]+) [..., V] (COOL-SD, eq. 5); P if that is 0 everywhere.
-
-    No other G brings the distribution of the committed token nearer to P. With f = 1 it is the papers' own
-    norm([P - Q]+) (COOL-SD, eq. 6): the same if f >= min(1, P / Q) everywhere, otherwise farther from P.
-    """
-    return _norm(P - Q * f, P)
-
-
-def _norm(difference: Tensor, otherwise: Tensor | float) -> Tensor:
-    """norm([difference]+) [..., V], or `otherwise` if that is 0 everywhere. Writes to `difference`."""
-    weights = difference.clamp_(min=0)
-    total = weights.sum(-1, keepdim=True)
-    return torch.where(total > 0, weights / total, otherwise)
-
-
 def released_residual(P: Tensor, Q: Tensor, x: Tensor, near: Tensor, limit: Tensor) -> Tensor:
     """G [..., V] of LANTERN's released code after tokens x [...], sampled from Q, were rejected: norm([P - Q']+).
 
@@ -375,6 +723,32 @@ def released_residual(P: Tensor, Q: Tensor, x: Tensor, near: Tensor, limit: Tens
     of_neighbours = Q.gather(-1, around).masked_fill(gives, 0)
     emptied = Q.scatter(-1, around, of_neighbours)
     return _norm(P - emptied, 1 / P.shape[-1])
+
+
+@dataclass(frozen=True)
+class Greedy(Rule):
+    """Any rule at temperature 0: x is accepted if it is the argmax of P (of P_A, if the rule pools).
+
+    The lowest index is taken at ties. After a rejection the argmax of P is committed. P is given at temperature 1.
+    """
+
+    rule: Rule
+    greedy = True
+    optimal = True
+
+    @property
+    def guarantee(self) -> str:
+        return self.rule.guarantee
+
+    @property
+    def pools(self) -> bool:
+        return self.rule.pools
+
+    def target(self, P: Tensor) -> Tensor:
+        return likeliest_point(P)
+
+    def accept_token(self, P: Tensor, Q: Tensor, x: Tensor) -> Tensor:
+        return likeliest_point(self.rule.merged(P, x.squeeze(-1))).gather(-1, x)
 
 
 # Why the bound holds: Theorem 2 of COOL-SD (arXiv 2601.09212) proves it for chains, this also for trees and Jacobi
@@ -419,349 +793,20 @@ def released_residual(P: Tensor, Q: Tensor, x: Tensor, near: Tensor, limit: Tens
 # * Same-image coupling. The token is the target's own sample: D_i = 0.
 
 
-def bound(P: Tensor, Q: Tensor, f: Tensor, G: Tensor | None = None) -> Tensor:
-    """The total variation [...] between P and the token that verifying one draft commits: the local term of COOL-SD's
-    Theorem 2.
+# The rules by name, and the rule of a request.
 
-    Without G it is sum [Q f - P]+: for G*, and for lantern's own G, which depends on the rejected token
-    (see above).
-    """
-    committed = Q * f
-    if G is not None:
-        rejected = (Q * (1 - f)).sum(-1, keepdim=True)
-        committed = committed + rejected * G
-    return (committed - P).clamp(min=0).sum(-1)
-
-
-def exponential(depth: Tensor | int, delta: float, length: int, nu: float = 0.7) -> Tensor | float:
-    """omega_i = delta exp(-nu i - mu) at depths i in 1 .. length (COOL-SD, eq. 10).
-
-    mu is such that the mean of omega over them is delta.
-    """
-    decay = math.exp(-nu)
-    total = sum(math.exp(-nu * i) for i in range(length))
-    first = delta * length / total
-    return first * decay ** (depth - 1)
-
-
-def linear(depth: Tensor | int, delta: float, length: int) -> Tensor | float:
-    """As `exponential`, with omega_i in proportion to ELL - i. ValueError if the last one would not be above 0."""
-    if length >= ELL:
-        raise ValueError(
-            f"schedule='linear' needs a draft length below {ELL}, got length={length}: draft less far, or use"
-            " schedule='exponential'"
-        )
-    total = sum(ELL - i for i in range(1, length + 1))
-    return delta * length * (ELL - depth) / total
-
-
-# A rule accepts a drafted token x with probability f(x), and otherwise samples from G.
-#
-# It is a name and its parameters. Any rule verifies any draft: candidates that were sampled from Q, and candidates that
-# were chosen, for which Q is the point mass at that token.
-
-SCHEDULES = ("exponential", "linear")
-METRICS = ("l2", "cosine", "raw")
-NEIGHBOURS = (
-    Option("k", int, "maximum number of neighbours", default=10, implied=True, low=1),
-    Option(
-        "metric",
-        METRICS,
-        "distance of neighbours: of the vectors that the decoder receives, or l2 of the codebook as it is stored (raw)",
-        default="l2",
-        implied=True,
-    ),
-)
-OPTIMAL = Option(
-    "optimal",
-    bool,
-    "after a rejection, sample from the optimal residual distribution G*; otherwise as in the authors' code",
-    default=True,
-    implied=True,
-)
-PUBLISHED = Option(
-    "published",
-    bool,
-    "verify as LANTERN's released code does instead of its paper: no bound; raw neighbours unless metric is given",
-    default=False,
-    implied=True,
-)
-PARAMETERS: dict[str, tuple[Option, ...]] = {  # of each rule
-    "exact": (),
-    "uniform-rsd": (Option("delta", float, "accepts with min(1, delta P/Q)", default=1.1, low=1), OPTIMAL),
-    "cool-sd": (
-        Option("delta", float, "mean relaxation over the depths; 1.1 to 4 in the paper", default=1.1, above=0),
-        Option("schedule", SCHEDULES, "how the relaxation falls with depth", default="exponential", implied=True),
-        Option("nu", float, "decay of the exponential schedule", default=0.7, implied=True, above=0),
-        OPTIMAL,
-    ),
-    "lantern": (
-        Option(
-            "delta",
-            float,
-            "maximum probability that neighbours may add; 0.05 to 0.4 in the paper",
-            default=0.2,
-            above=0,
-            high=1,
-        ),
-        *NEIGHBOURS,
-        OPTIMAL,
-        PUBLISHED,
-    ),
-    "lantern++": (
-        Option(
-            "lam",
-            float,
-            "the neighbours' probability relative to the token's own; the authors' lambda minus 1",
-            default=1.0,
-            implied=True,
-            above=0,
-        ),
-        *NEIGHBOURS,
-        OPTIMAL,
-        PUBLISHED,
-    ),
-    "gsd": (
-        Option(
-            "group",
-            int,
-            "tokens verified as one group: neighbours in the order of the target's probabilities; 3 to 50 in the paper",
-            default=10,
-            low=1,
-        ),
-        Option(
-            "gap",
-            float,
-            "tokens of one group differ by less than this in probability",
-            default=0.15,
-            implied=True,
-            low=0.001,
-            high=1,
-        ),
-        OPTIMAL,
-    ),
-}
-DIALS: dict[str, tuple[str, tuple[float, ...]]] = {  # the parameter that a budget chooses, and its values, of each rule
-    "uniform-rsd": ("delta", (1.01, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 3.0, 4.0)),
-    "cool-sd": ("delta", (1.01, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 3.0, 4.0)),
-    "lantern": ("delta", (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)),
-    "lantern++": ("lam", (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)),
-    "gsd": ("group", (2, 3, 5, 10, 14, 25, 50)),
-}
-RULE = Option("rule", PARAMETERS, "how drafted tokens are accepted", default="exact")
-DEFAULTS: dict[str, Any] = {option.name: option.default for options in PARAMETERS.values() for option in options}
-NEEDED: Any = None  # default of the parameters that some rules need; their checks refuse it
-MAX_DEPTHS = 2**16  # of a chain or tree
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Exact, UniformRSD, CoolSD, Lantern, LanternPlus, GSD)}
+PARAMETERS = {name: options_of(rule) for name, rule in RULES.items()}
+DIALS = {name: rule.dial for name, rule in RULES.items() if rule.dial}
+RULE = Option("rule", RULES, "how drafted tokens are accepted", default="exact")
 WINDOW_CAP = 8  # L of a schedule over a Jacobi window: at its 64, omega_1 would be 32 delta, blind acceptance
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A rule with its parameters: f, G and the bound, for any draft.
-
-    Attributes:
-        name: "exact", "uniform-rsd", "cool-sd", "lantern", "lantern++" or "gsd".
-        delta: uniform-rsd: at least 1. cool-sd: above 0, the mean of omega, 1.1 to 4 in the paper. lantern: in (0, 1];
-            the neighbours' mass stays below it, 0.05 to 0.4 in the paper.
-        schedule, nu: cool-sd: the schedule of omega, and nu > 0 of the exponential one.
-        length: cool-sd: L, a chain's length or a tree's depth; min(length, WINDOW_CAP) for a Jacobi window.
-        lam: lantern++: above 0, see `pooled`. k: lantern, lantern++: the maximum number of neighbours.
-        group, gap: gsd: see `grouped`.
-        optimal: G is G*; otherwise the papers' own, norm([P - Q]+) and lantern's norm([P_A - Q]+).
-        published: lantern, lantern++: f and G are those of the released code, whatever `optimal` says: see `pool` and
-            `released_residual`; sums that equal the limit are pooled too. There is no bound.
-        greedy: temperature 0. P is given at temperature 1, and every candidate is a point mass. x is accepted if it is
-            the argmax of P (of P_A, if the rule pools), lowest index at ties. Otherwise the argmax of P is committed.
+def rule_of(request: Request, tokenizer: VQModel | None = None) -> Rule:
+    """The rule of a checked request. With a tokenizer, rules that pool know its codes' neighbours, and can verify.
 
     Raises:
-        ValueError: a parameter of this rule is missing or out of range.
-    """
-
-    name: str = "exact"
-    delta: float = NEEDED
-    schedule: str = DEFAULTS["schedule"]
-    nu: float = DEFAULTS["nu"]
-    length: int = NEEDED
-    lam: float = DEFAULTS["lam"]
-    k: int = DEFAULTS["k"]
-    metric: str = DEFAULTS["metric"]
-    group: int = NEEDED
-    gap: float = DEFAULTS["gap"]
-    optimal: bool = DEFAULTS["optimal"]
-    published: bool = DEFAULTS["published"]
-    greedy: bool = False
-
-    def __post_init__(self) -> None:
-        RULE.check(self.name)
-        for option in PARAMETERS[self.name]:
-            option.check(getattr(self, option.name))
-        if self.name == "cool-sd":
-            check_integer("length", self.length, 1, MAX_DEPTHS, "it is how many depths are drafted")
-        self.omega(1)  # checks the schedule
-
-    @property
-    def guarantee(self) -> str:
-        if self.name == "exact":
-            return "exact"
-        return "heuristic" if self.published else "bounded"
-
-    @property
-    def pools(self) -> bool:
-        """Whether f depends on neighbours in the codebook."""
-        return self.name in ("lantern", "lantern++")
-
-    @property
-    def groups(self) -> bool:
-        """Whether f depends on tokens of similar probability."""
-        return self.name == "gsd"
-
-    @property
-    def has_whole_f(self) -> bool:
-        """Whether f is computed at all tokens even on a CPU: G* needs it, or it is cheap."""
-        needed = self.optimal and not self.published
-        return needed or not (self.pools or self.groups)
-
-    @property
-    def num_near(self) -> int:
-        """The number of neighbours per token that it reads. The released code empties one more than it pools."""
-        return self.k + self.published
-
-    def omega(self, depth: Tensor | int) -> Tensor | float:
-        """The factor of `relaxed` at depths from 1, an int or int64 [...]: a number or [..., 1]. Constant from L on."""
-        if self.name == "uniform-rsd":
-            return self.delta
-        if self.name != "cool-sd":
-            return 1.0
-        if isinstance(depth, Tensor):
-            depth = depth.clamp(max=self.length).unsqueeze(-1)
-        else:
-            depth = min(depth, self.length)
-        if self.schedule == "linear":
-            return linear(depth, self.delta, self.length)
-        return exponential(depth, self.delta, self.length, self.nu)
-
-    def target(self, P: Tensor) -> Tensor:
-        """The distribution to sample from: P, or at temperature 0 the point mass at its argmax."""
-        return likeliest_point(P) if self.greedy else P
-
-    def accept(
-        self,
-        P: Tensor,
-        Q: Tensor,
-        depth: Tensor | int = 1,
-        near: Tensor | None = None,
-        x: Any = None,
-    ) -> Tensor:
-        """f [..., V].
-
-        Args:
-            depth: of the candidates, from 1, an int or int64 [...]. near: int64 [V, >= num_near], see `neighbours`; for
-                rules that pool.
-            x: int64 [...], the candidates; only read by rules that pool, at temperature 0, where each has its own f.
-        """
-        if self.greedy:
-            return self.target(self._merged(P, x, near) if self.pools else P)
-        if self.pools:
-            return pooled(P, Q, self._pooled_neighbours(near), self._limit(P))
-        if self.groups:
-            return grouped(P, Q, self.group, self.gap)
-        return relaxed(P, Q, self.omega(depth))
-
-    def accept_token(self, P: Tensor, Q: Tensor, x: Tensor, near: Tensor | None) -> Tensor:
-        """f for tokens x [..., 1] only: [..., 1]. For rules that pool or group, at temperatures above 0."""
-        if self.groups:
-            return grouped_token(P, Q, x, self.group, self.gap)
-        limit = self._limit(P.gather(-1, x))
-        return pooled_token(P, Q, x, self._pooled_neighbours(near), limit)
-
-    def resample(self, P: Tensor, Q: Tensor, f: Any, x: Tensor, near: Tensor | None = None) -> Tensor:
-        """G [..., V] after candidates x [...] were rejected; the other arguments as in `accept`.
-
-        f may be None if the rule has no `has_whole_f`.
-        """
-        if self.greedy:
-            return self.target(P)
-        if self.published:
-            return released_residual(P, Q, x, self._neighbours(near), self._limit(P))
-        if self.optimal:
-            return residual(P, Q, f)
-        return residual(self._merged(P, x, near) if self.pools else P, Q, 1.0)
-
-    def bound(self, P: Tensor, Q: Tensor, f: Tensor) -> Tensor:
-        """The local term [...] that verifying a candidate adds to the bound on the total variation, not capped at 1."""
-        if self.guarantee != "bounded":
-            return torch.zeros_like(P[..., 0])
-        # norm([P - Q]+) is biased where f < min(1, P / Q), although Q f <= P there (see `bound`)
-        is_biased = self.name in ("cool-sd", "gsd") and not (self.optimal or self.greedy)
-        G = residual(P, Q, 1.0) if is_biased else None
-        return bound(self.target(P), Q, f, G)
-
-    def _merged(self, P: Tensor, x: Tensor, near: Tensor | None) -> Tensor:
-        """P_A [..., V] for tokens x [...]."""
-        return merge(P, x, self._pooled_neighbours(near), self._limit(P))
-
-    # A chosen candidate x has Q = 1 at x. Then f and G depend on P alone, and siblings are verified faster.
-
-    def share(self, depth: Tensor | int) -> Tensor | float:
-        """The fraction of a chosen token's probability that its rejection leaves, 1 - omega or 0; shaped like `omega`.
-
-        For rules that neither pool nor group.
-        """
-        left = 1 - self.omega(depth) if self.optimal else 0.0
-        return left.clamp(min=0) if isinstance(left, Tensor) else max(left, 0.0)
-
-    def reach(self, x: Tensor, near: Tensor | None) -> Tensor:
-        """The tokens that pooling for chosen tokens x [...] reads: x and neighbours, int64 [..., 1 + num_near]."""
-        return torch.cat([x.unsqueeze(-1), self._neighbours(near)[x]], -1)
-
-    def pool(self, mass: Tensor) -> tuple[Tensor, Tensor]:
-        """Verifies a chosen token by pooling, given the probabilities [..., 1 + num_near] of the tokens in its `reach`.
-
-        Returns:
-            (the mass that the token takes over [..., 1],
-            bool [..., 1 + num_near], the tokens of which its rejection leaves nothing).
-        """
-        own = mass[..., :1]
-        around = mass[..., 1 : 1 + self.k]
-        limit = self.delta if self.name == "lantern" else self.lam * own
-        sums = around.cumsum(-1)
-        if self.published:  # rejecting a token that takes over any neighbour's mass empties all of them
-            given = sums <= limit
-            taken = given[..., :1].expand_as(mass[..., 1:])
-        else:
-            given = sums < limit
-            taken = torch.zeros_like(given) if self.optimal else given
-        mass_absorbed = (around * given).sum(-1, keepdim=True)
-        return mass_absorbed, functional.pad(taken, (1, 0), value=True)
-
-    def _neighbours(self, near: Tensor | None) -> Tensor:
-        """int64 [V, num_near], nearest first."""
-        least = self.num_near
-        if near is None or near.shape[1] < min(least, len(near) - 1):
-            raise ValueError(f"rule={self.name!r} needs near=neighbours(codebook, k) with k of at least {least}")
-        return near[:, :least]
-
-    def _pooled_neighbours(self, near: Tensor | None) -> Tensor:
-        return self._neighbours(near)[:, : self.k]
-
-    def _limit(self, P: Tensor) -> Tensor:
-        """What the neighbours' mass must stay below, for tokens of probability P: of the shape of P."""
-        limit = torch.full_like(P, self.delta) if self.name == "lantern" else self.lam * P
-        if self.published:  # just above: a sum that equals the limit stays below this
-            return limit.nextafter(torch.full_like(P, math.inf))
-        return limit
-
-
-@functools.lru_cache(maxsize=256)
-def _rule(name: str, length: Any, greedy: bool, *parameters: tuple[str, Any]) -> Rule:
-    return Rule(name, length=length, greedy=greedy, **dict(parameters))
-
-
-def rule_of(request: Request) -> Rule:
-    """The rule of a request. Its schedule spans the drafted depths, but at most WINDOW_CAP of a Jacobi window.
-
-    Raises:
-        ValueError: a parameter is missing or out of range, or two contradict each other.
+        ValueError: two parameters contradict each other.
     """
     given = {option.name: getattr(request, option.name) for option in PARAMETERS[request.rule]}
     if given.get("published"):
@@ -771,14 +816,21 @@ def rule_of(request: Request) -> Rule:
                 " Pass only one"
             )
         given["metric"] = given["metric"] or "raw"
-    parameters = [(name, value) for name, value in given.items() if value is not None]
+    settings = {name: value for name, value in given.items() if value is not None}
+    if request.rule == CoolSD.name:
+        settings["length"] = _num_depths(request)
+    rule = RULES[request.rule](**settings)
+    if isinstance(rule, (Lantern, LanternPlus)) and tokenizer is not None:
+        rule = replace(rule, near=near_codes(tokenizer, rule.metric, rule.num_near))
+    return Greedy(rule) if request.temperature == 0 else rule
 
-    length = request.gamma
-    if request.pd_k is not None:  # a Jacobi window: the length of its first path
-        path = request.window - (request.pd_k - 1) * request.pd_d
-        cap = ELL - 1 if request.schedule == "linear" else WINDOW_CAP
-        length = min(path, cap)
-    return _rule(request.rule, length, request.temperature == 0, *parameters)
+
+def _num_depths(request: Request) -> int:
+    """How many depths a schedule spans: those that are drafted, but at most WINDOW_CAP of a Jacobi window."""
+    if request.pd_k is None:
+        return request.gamma
+    path = request.window - (request.pd_k - 1) * request.pd_d  # the window's first path
+    return min(path, ELL - 1 if request.schedule == "linear" else WINDOW_CAP)
 
 
 # The settings of VQ methods that take any rule or coupling.
@@ -805,11 +857,11 @@ def rule_options(rule: str = "exact", **defaults: object) -> tuple[Option, ...]:
     """The options of a method that takes any rule: by default `rule`, with these values of its parameters."""
     options = [RULE.but(default=rule)]
     for name, parameters in PARAMETERS.items():
-        for option in parameters:
-            own = defaults.get(option.name)
-            if option.fits(own):
-                option = option.but(default=own, implied=False)
-            options.append(option.but(only_with=("rule", (name,))))
+        for parameter in parameters:
+            own = defaults.get(parameter.name)
+            if parameter.fits(own):
+                parameter = parameter.but(default=own, implied=False)
+            options.append(parameter.but(only_with=("rule", (name,))))
     of_dials = f"{BUDGET.help}. Chooses delta, lam or group in their place"
     # a budget may choose the exact rule: then the request has both, and must be valid
     rules = tuple(DIALS) if rule == "exact" else (*DIALS, "exact")

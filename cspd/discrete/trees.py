@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from cspd.discrete.kv_cache import seen_of
 from cspd.discrete.prices import Verification
-from cspd.discrete.rules import TINY, Rule, point, sample, without
+from cspd.discrete.rules import TINY, Greedy, Pooling, Ratio, Rule, point, sample, without
 from cspd.transformer import steps
 
 # Siblings are candidates for one position. A rule verifies them in order, for any number of positions at once: each
@@ -73,7 +73,6 @@ def verify_siblings(
     candidates: Tensor,
     uniforms: Tensor,
     depth: Tensor | int = 1,
-    near: Tensor | None = None,
     sizes: Sequence[int] | None = None,
 ) -> SiblingVerdicts:
     """Verifies the candidates of M positions, those of each position in order.
@@ -83,19 +82,19 @@ def verify_siblings(
             this order; None if they were chosen, and are verified as point masses.
         candidates: int64 [..., M, K], -1 for missing ones; K = 1 for the positions of a chain or a Jacobi window.
         uniforms: uniform draws [..., M, K]. A candidate is accepted if its draw is below f.
-        depth, near: as in `Rule.accept`.
+        depth: as in `Rule.accept`.
         sizes: how many positions, the first ones, may have a first candidate, a second, ...; by default all.
     """
     if sizes is None:
         sizes = [P.shape[-2]] * candidates.shape[-1]
-    if rule.greedy:
-        verified = _verify_greedily(rule, P, candidates, near)
-    elif Q is not None or rule.groups:
-        verified = _verify_in_turn(rule, P, Q, candidates, depth, near, sizes)
-    elif rule.pools:
-        verified = _verify_pools(rule, P, candidates, near, sizes)
-    else:
+    if isinstance(rule, Greedy):
+        verified = _verify_greedily(rule, P, candidates)
+    elif Q is None and isinstance(rule, Ratio):
         verified = _verify_points(rule, P, candidates, depth)
+    elif Q is None and isinstance(rule, Pooling):
+        verified = _verify_pools(rule, P, candidates, sizes)
+    else:
+        verified = _verify_in_turn(rule, P, Q, candidates, depth, sizes)
 
     # the first that is accepted
     present = candidates >= 0
@@ -151,7 +150,6 @@ def _verify_in_turn(
     Q: Tensor | None,
     candidates: Tensor,
     depth: Tensor | int,
-    near: Tensor | None,
     sizes: Sequence[int],
 ) -> _Verification:
     """Verifies candidates that were sampled from Q, or chosen for a rule that has no faster way to verify those."""
@@ -182,40 +180,40 @@ def _verify_in_turn(
         f = None
         if has_whole_f:
             own_depth = depth[..., :size] if isinstance(depth, Tensor) else depth
-            f = rule.accept(P, Q, own_depth, near)
+            f = rule.accept(P, Q, own_depth)
             f_of_x = f.gather(-1, at_x)
         else:
-            f_of_x = rule.accept_token(P, Q, at_x, near)
+            f_of_x = rule.accept_token(P, Q, at_x)
         accepts.append(f_of_x.squeeze(-1))
         ranks.append(_Rank(P, Q, f))
 
         # what its rejection leaves of P for the next (eq. 8)
-        left = rule.resample(P, Q, f, x, near)
+        left = rule.resample(P, Q, f, x)
         is_present = present[..., :size, rank].unsqueeze(-1)
         P = torch.where(is_present, left, P)
 
     def bounds(wanted: Tensor) -> Tensor:
         local = []
         for rank, size, wanted_of_rank in zip(ranks, sizes, wanted.unbind(-1)):
-            local.append(_local_bounds(rule, rank, near, wanted_of_rank[..., :size]))
+            local.append(_local_bounds(rule, rank, wanted_of_rank[..., :size]))
         return _sum_of(_by_position(local, sizes), wanted)
 
     return _Verification(_by_position(accepts, sizes), _whole(P, others), bounds)
 
 
-def _local_bounds(rule: Rule, rank: _Rank, near: Tensor | None, wanted: Tensor) -> Tensor:
+def _local_bounds(rule: Rule, rank: _Rank, wanted: Tensor) -> Tensor:
     """The rule's bounds [..., m] of the candidates of one rank, at least of those in `wanted`, bool [..., m]."""
     if rank.f is not None:
         return rule.bound(rank.P, rank.Q, rank.f)
     # f at all tokens is expensive here: only for those that are wanted
     P = rank.P[wanted]
     Q = rank.Q[wanted]
-    f = rule.accept(P, Q, near=near)
+    f = rule.accept(P, Q)
     bounds = P.new_zeros(wanted.shape)
     return bounds.masked_scatter_(wanted, rule.bound(P, Q, f))
 
 
-def _verify_points(rule: Rule, P: Tensor, candidates: Tensor, depth: Tensor | int) -> _Verification:
+def _verify_points(rule: Ratio, P: Tensor, candidates: Tensor, depth: Tensor | int) -> _Verification:
     """Verifies chosen candidates, each a point mass, by a rule whose f depends on the candidate's probability alone.
 
     With Q = 1 at x, f = min(1, omega P(x)). A rejection leaves norm([P - f 1_x]+) (eq. 8): x keeps a `share` of its
@@ -255,16 +253,14 @@ def _verify_points(rule: Rule, P: Tensor, candidates: Tensor, depth: Tensor | in
     return _Verification(f, residual, functools.partial(_sum_of, bounds))
 
 
-def _verify_pools(
-    rule: Rule, P: Tensor, candidates: Tensor, near: Tensor | None, sizes: Sequence[int]
-) -> _Verification:
+def _verify_pools(rule: Pooling, P: Tensor, candidates: Tensor, sizes: Sequence[int]) -> _Verification:
     """Verifies chosen candidates by a rule that pools. The mass that each absorbs depends on those rejected before."""
     # the tokens that each candidate looks at, rank by rank. Of two spare columns, V takes missing candidates, and V + 1
     # has a tiny mass that is never removed, so that the sum stays above 0
     of_ranks = [candidates[..., :size, rank] for rank, size in enumerate(sizes)]
     tokens = torch.cat(of_ranks, -1)
     is_present = (tokens >= 0).unsqueeze(-1)
-    reached = rule.reach(tokens.clamp(min=0), near)
+    reached = rule.reach(tokens.clamp(min=0))
     reached = torch.where(is_present, reached, P.shape[-1])
     masses = functional.pad(P, (0, 2), value=TINY)  # P up to a factor, written to
     nothing = 2 * TINY  # the largest total that means that nothing is left of P
@@ -300,19 +296,13 @@ def _verify_pools(
     return _Verification(f, residual, functools.partial(_sum_of, bounds))
 
 
-def _verify_greedily(rule: Rule, P: Tensor, candidates: Tensor, near: Tensor | None) -> _Verification:
+def _verify_greedily(rule: Greedy, P: Tensor, candidates: Tensor) -> _Verification:
     """Verifies at temperature 0: a rejection leaves P as it is."""
     tokens = candidates.clamp(min=0)
     target = rule.target(P)
-    own = target.gather(-1, tokens)
-    if not rule.pools:
-        no_bounds = torch.zeros_like(own)
-        return _Verification(own, target, functools.partial(_sum_of, no_bounds))
-    accepts = []
-    for x in tokens.unbind(-1):
-        f_of_all = rule.accept(P, P, near=near, x=x)
-        accepts.append(f_of_all.gather(-1, x.unsqueeze(-1)))
-    f = torch.cat(accepts, -1)
+    f = own = target.gather(-1, tokens)
+    if rule.pools:  # each candidate takes over other probabilities
+        f = torch.cat([rule.accept_token(P, P, x) for x in tokens.split(1, -1)], -1)
     bounds = (f - own).clamp(min=0)
     return _Verification(f, target, functools.partial(_sum_of, bounds))
 
@@ -476,7 +466,7 @@ def _tried(shape: Shape, path: Tensor, count: Tensor, room: Tensor) -> Tensor:
     return has_children & is_reached & (level < room)
 
 
-def follow(shape: Shape, tokens: Tensor, drawn: Tensor, room: Tensor) -> Verified:
+def verify_same_image(shape: Shape, tokens: Tensor, drawn: Tensor, room: Tensor) -> Verified:
     """The longest path from the root of tokens that equal the target's own samples (same-image coupling).
 
     Only these are committed, so that drafts decide how many forward passes an image takes and nothing else.
@@ -519,7 +509,6 @@ def walk(
     Q: Tensor | None,
     draws: TreeDraws,
     room: Tensor,
-    near: Tensor | None = None,
 ) -> Verified:
     """The longest path of accepted tokens from the root, by a rule.
 
@@ -529,7 +518,7 @@ def walk(
     Args:
         tokens: int64 [B, N]; the root's is not read. P: [B, N, V], the target's distribution after each node.
         Q: [B, M, V], from which the inner nodes' children were sampled without replacement; None if they were chosen.
-        room: int64 [B], tokens still to come: no more are verified. near: as in `Rule.accept`.
+        room: int64 [B], tokens still to come: no more are verified.
     """
     size = len(tokens)
     room = room.unsqueeze(1)
@@ -543,7 +532,7 @@ def walk(
     uniforms = draws.nodes.gather(1, column).view_as(children)
     depth = shape.of_inner(shape.depth.expand(size, -1))
     P_inner = shape.of_inner(P)
-    outcome = verify_siblings(rule, P_inner, Q, candidates, uniforms, depth + 1, near, shape.sizes)
+    outcome = verify_siblings(rule, P_inner, Q, candidates, uniforms, depth + 1, shape.sizes)
 
     # a node is on the path if it and all its ancestors are accepted
     is_accepted = outcome.index >= 0

@@ -103,7 +103,6 @@ SHOWN, COLUMNS = 100, 10  # images in the grid
 LONG = ("by_lag", "by_step", "by_rank")  # statistics that are not written
 EXPLODED = 30.0  # MAR's tokens have unit variance, and strong guidance takes them to about 20
 OWN = ("label", "prompt", "seed", "image", "mask", "known")  # of each image, not settings that all share
-LARGEST = torch.finfo(torch.float32).max
 UNCONDITIONAL = -1  # in a shard, in place of a class
 SHAPE = {  # of the manifest; "seeds" if they do not follow the first one
     "images": int,
@@ -343,7 +342,7 @@ def _stats_of(output: Output) -> dict:
     for name in LONG:
         del stats[name]
     if output.tokens.is_floating_point():
-        tokens = output.tokens.nan_to_num(nan=LARGEST)  # JSON has neither NaN nor infinity
+        tokens = output.tokens.nan_to_num(nan=torch.finfo(torch.float32).max)  # JSON has neither NaN nor infinity
         stats["largest_token"] = tokens.abs().max().item()
     return stats
 

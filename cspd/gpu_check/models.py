@@ -25,7 +25,7 @@ from cspd.device import CUDNN_ATTENTION
 from cspd.discrete.family import VQModels
 from cspd.discrete.gpt import GPT, VQModel
 from cspd.engine import Engine
-from cspd.gpu_check.sizes import Settings, Subject
+from cspd.gpu_check.sizes import Setup, Subject
 from cspd.heads.calibration import WINDOWS, Calibration
 from cspd.kernels import SWITCH
 from cspd.masked.family import MARModels
@@ -100,7 +100,7 @@ def random_model(make: Callable[[Any], M], config: object, device: torch.device)
 
 
 @functools.lru_cache(maxsize=1)
-def random_models(settings: Settings, subject: Subject) -> MARModels | VQModels | CausalModels:
+def random_models(settings: Setup, subject: Subject) -> MARModels | VQModels | CausalModels:
     """Models with random weights, and their decoder; for VQ models also a smaller one that drafts."""
     scale, make = settings.scale, functools.partial(random_model, device=settings.device)
     if subject.family == "MAR":
@@ -114,7 +114,7 @@ def random_models(settings: Settings, subject: Subject) -> MARModels | VQModels 
 
 
 def engine_of(
-    settings: Settings,
+    settings: Setup,
     subject: Subject,
     max_batch: int,
     precision: str = "fp32",
@@ -161,7 +161,7 @@ def bundled_calibration(device: torch.device) -> Calibration:
     return runner.tuning.calibrations["target"].get(checked)
 
 
-def asked(settings: Settings, subject: Subject, name: str) -> tuple[Request, Any]:
+def asked(settings: Setup, subject: Subject, name: str) -> tuple[Request, Any]:
     """The request of a method's name with its options, and the noise that replays the acceptance of trained models."""
     method, own = parse_method(name)
     scale, source = settings.scale, noise

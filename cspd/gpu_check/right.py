@@ -42,7 +42,7 @@ from cspd.gpu_check.models import (
     switched,
 )
 from cspd.gpu_check.run import Cases, Found, Question, findings
-from cspd.gpu_check.sizes import MAR_L, SPHERE_L, VQ_L, Settings, Subject
+from cspd.gpu_check.sizes import MAR_L, SPHERE_L, VQ_L, Setup, Subject
 from cspd.noise import Purpose
 from cspd.request import Inpainting, Request, Sequence
 from cspd.speed import batch_at
@@ -52,7 +52,7 @@ from mar.head import Head
 CPU = torch.device("cpu")
 
 
-def cases(settings: Settings) -> Cases:
+def cases(settings: Setup) -> Cases:
     """Does it work at all, are images and conditions right, and then everything else."""
     found: Cases = {"versions": lambda: _versions(settings.device), "draws": lambda: _draws(settings.device)}
     quick = TINY_SMOKE if settings.scale.is_tiny else SMOKE
@@ -166,7 +166,7 @@ def compared(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Found:
     return found | {"changed_images": changed, "passed": changed <= MAX_CHANGED}
 
 
-def _image_cases(settings: Settings, names: list[tuple[str, str]], mode: str) -> Cases:
+def _image_cases(settings: Setup, names: list[tuple[str, str]], mode: str) -> Cases:
     """Compares the images of methods, (family, name), with those of a CPU."""
 
     def case(family: str, name: str) -> Found:
@@ -182,7 +182,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}  # r.m.s. of the difference, relative t
 SLOTS, ROWS = 4, 3  # images at once, and as many free slots; tokens of each image of MAR
 
 
-def _condition_cases(settings: Settings, subject: Subject) -> Cases:
+def _condition_cases(settings: Setup, subject: Subject) -> Cases:
     ways: dict[str, dict[str, Any]] = {
         "bf16": {"precision": "bf16"},
         "bf16, alone": {"precision": "bf16", "alone": True},
@@ -211,7 +211,7 @@ def relative_error(ours: Tensor, exact: Tensor) -> float:
 
 @torch.inference_mode()
 def conditions(
-    settings: Settings,
+    settings: Setup,
     subject: Subject,
     precision: str,
     mode: Mode = DEFAULT,
@@ -246,7 +246,7 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-def _half_made(settings: Settings, subject: Subject, runner: Any) -> Request:
+def _half_made(settings: Setup, subject: Subject, runner: Any) -> Request:
     """A request of `ar`. Models in raster order are given half of the image, so that their caches are filled."""
     request, _ = asked(settings, subject, "ar")
     if subject.family == "MAR":
@@ -287,7 +287,7 @@ def slots_of(runner: Any) -> list[Tensor]:
 METHODS_IN_BATCH = {"MAR": ("calibrated", "speculative:window=8"), "VQ": ("sjd-pac", "ar"), "causal": ("ar",)}
 
 
-def _batch_cases(settings: Settings, subject: Subject) -> Cases:
+def _batch_cases(settings: Setup, subject: Subject) -> Cases:
     ways = {
         "alone": _alone,
         "NaN in free slots": _free_slots,
@@ -301,7 +301,7 @@ def _batch_cases(settings: Settings, subject: Subject) -> Cases:
     }
 
 
-def _in_batch(settings: Settings, subject: Subject, name: str, how: Callable[[Engine, list[Request]], Any]) -> Found:
+def _in_batch(settings: Setup, subject: Subject, name: str, how: Callable[[Engine, list[Request]], Any]) -> Found:
     """Compares images that are generated in some way with those of an ordinary batch."""
     engine = engine_of(settings, subject, 2 * IMAGES)
     request, _ = asked(settings, subject, name)
@@ -355,7 +355,7 @@ def _neighbour(engine: Engine, batch: list[Request]) -> list[Any]:
 # A head call by our kernels, at official sizes.
 
 
-def _head_cases(settings: Settings) -> Cases:
+def _head_cases(settings: Setup) -> Cases:
     found: Cases = {}
     for size, rows, precision in itertools.product(settings.scale.mars, (1, 5, 384), TOLERANCE):
         title = f"head call of MAR-{size}, {rows} rows, {precision}"
@@ -364,7 +364,7 @@ def _head_cases(settings: Settings) -> Cases:
 
 
 @torch.inference_mode()
-def _head_call(settings: Settings, size: str, rows: int, precision: str) -> Found:
+def _head_call(settings: Setup, size: str, rows: int, precision: str) -> Found:
     """Our kernels against PyTorch's operations on the same device."""
     device, config = settings.device, settings.scale.mars[size]
     if not kernels.available(device):
@@ -389,7 +389,7 @@ MIN_P = 1e-3
 TEST_IMAGES, TINY_TEST_IMAGES, TEST_BATCH = 500, 20, 250  # of each sample; at once
 
 
-def _two_samples(settings: Settings, subject: Subject, name: str) -> Found:
+def _two_samples(settings: Setup, subject: Subject, name: str) -> Found:
     """Tests images of `ar` against images of a method with other seeds; image i has the same class in both."""
     num = TINY_TEST_IMAGES if settings.scale.is_tiny else TEST_IMAGES
     if settings.scale.is_tiny:

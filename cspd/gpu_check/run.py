@@ -21,7 +21,7 @@ from tabulate import tabulate
 
 from cspd.device import describe, synchronize
 from cspd.files import make_folder, read_json, write_json
-from cspd.gpu_check.sizes import Settings
+from cspd.gpu_check.sizes import Setup
 from cspd.runs import differences
 
 STARTED, LEFT_OUT = "started", "left_out"  # of a case: it has no result yet, and why a later run is to do it
@@ -42,7 +42,7 @@ class Question(NamedTuple):
     """
 
     name: str
-    cases: Callable[[Settings], Cases]
+    cases: Callable[[Setup], Cases]
     tables: Callable[[dict[str, Found]], str]
     case_seconds: float = 240.0
 
@@ -64,7 +64,7 @@ NO_ATTENTION = ("No available kernel", "No viable backend for scaled_dot_product
 class Worker:
     """A process that runs cases. It is replaced after an error, a crash or a hang, which costs one case."""
 
-    def __init__(self, question: Question, settings: Settings) -> None:
+    def __init__(self, question: Question, settings: Setup) -> None:
         self._question = question
         self._settings = settings
         self._process: Any = None
@@ -111,7 +111,7 @@ class Worker:
         return self._connection.recv()
 
 
-def _work(connection: Connection, question: Question, settings: Settings) -> None:
+def _work(connection: Connection, question: Question, settings: Setup) -> None:
     """The child process: receives names of cases, and sends what each found."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to both processes: the other one decides
     cases = question.cases(settings)
@@ -155,7 +155,7 @@ REMEDY = "give another --out, or --overwrite"
 
 
 def run_question(
-    question: Question, path: Path, settings: Settings, *, minutes: float = 9.0, overwrite: bool = False
+    question: Question, path: Path, settings: Setup, *, minutes: float = 9.0, overwrite: bool = False
 ) -> Found:
     """Asks a question and returns the report, which is in the file `path` from the first case on.
 
@@ -182,7 +182,7 @@ def run_question(
     return report
 
 
-def _run_cases(question: Question, settings: Settings, found: dict[str, Found], save: Callable[[], None]) -> None:
+def _run_cases(question: Question, settings: Setup, found: dict[str, Found], save: Callable[[], None]) -> None:
     """Runs the missing cases; saves after each, and before it begins."""
     worker = Worker(question, settings)
     name = ""

@@ -120,7 +120,7 @@ TINY = Scale(
 
 
 @dataclass(frozen=True)
-class Settings:
+class Setup:
     """The device and the sizes of a check.
 
     Attributes:

@@ -38,7 +38,7 @@ from cspd.gpu_check.models import (
     switched,
 )
 from cspd.gpu_check.run import Cases, Found, Question, findings
-from cspd.gpu_check.sizes import MAR_L, SPHERE_L, VQ_L, Settings, Subject
+from cspd.gpu_check.sizes import MAR_L, SPHERE_L, VQ_L, Setup, Subject
 from cspd.heads.calibrated import HEAD_CALLS
 from cspd.request import Request
 from cspd.seams import accelerate
@@ -56,7 +56,7 @@ METHODS = {
 PRECISION = "bf16"
 
 
-def fast_cases(settings: Settings) -> Cases:
+def fast_cases(settings: Setup) -> Cases:
     cells = [(batch, subject) for batch, subjects in settings.scale.cells for subject in subjects]
     found: Cases = {}
     for batch, subject in cells:
@@ -74,7 +74,7 @@ DECODED = 64  # images that their latents are decoded to at once
 SPARE = 1.3  # a pass may take as much longer than the one before it
 
 
-def passes(settings: Settings, work: Callable[[], None], batch: int, is_ready: Callable[[], bool]) -> Found:
+def passes(settings: Setup, work: Callable[[], None], batch: int, is_ready: Callable[[], bool]) -> Found:
     """Times a batch twice, or until `is_ready` after a pass; once if the time is over."""
     times: list[float] = []
     while len(times) < 2 or (not is_ready() and len(times) < MOST_PASSES):
@@ -91,7 +91,7 @@ def passes(settings: Settings, work: Callable[[], None], batch: int, is_ready: C
 
 
 def images(
-    settings: Settings, subject: Subject, batch: int, name: str, mode: Mode = DEFAULT, precision: str = PRECISION
+    settings: Setup, subject: Subject, batch: int, name: str, mode: Mode = DEFAULT, precision: str = PRECISION
 ) -> Found:
     """The time of a batch by an engine, the captures of graphs, and in which phases the last batch spent its time."""
     request, source = asked(settings, subject, name)
@@ -119,7 +119,7 @@ def images(
 # MAR's own code, as its evaluation runs it: autocast to float16, and the decoder inside.
 
 
-def with_authors_code(settings: Settings, subject: Subject, batch: int, name: str) -> Found:
+def with_authors_code(settings: Setup, subject: Subject, batch: int, name: str) -> Found:
     """The time of a batch by MAR's own code with the same weights, with or without `cspd.accelerate`."""
     if settings.mar is None:
         return {"left_out": "MAR's own code: give --mar FOLDER, a clone of github.com/LTH14/mar"}
@@ -150,7 +150,7 @@ def with_authors_code(settings: Settings, subject: Subject, batch: int, name: st
 
 
 @functools.lru_cache(maxsize=1)
-def _their_model(settings: Settings, subject: Subject) -> Any:
+def _their_model(settings: Setup, subject: Subject) -> Any:
     with torch.device(settings.device):
         return their_model(str(settings.mar), random_models(settings, subject).target)  # type: ignore[arg-type]
 
@@ -227,7 +227,7 @@ PROFILED += [(VQ_L, "ar"), (VQ_L, "sjd-pac"), (SPHERE_L, "ar"), (SPHERE_L, "cali
 SWITCHED = ("calibrated", "ar")  # of MAR-L
 
 
-def where_cases(settings: Settings) -> Cases:
+def where_cases(settings: Setup) -> Cases:
     tiny = settings.scale.is_tiny
     (most, _), (fewest, _) = settings.scale.cells[:2]
     found = _machine_cases(settings)
@@ -244,7 +244,7 @@ def where_cases(settings: Settings) -> Cases:
     return found
 
 
-def _switches(settings: Settings) -> list[tuple[str, str, Mode]]:
+def _switches(settings: Setup) -> list[tuple[str, str, Mode]]:
     """(name, precision, mode); a CPU has no kernels and graphs to switch off, and compiling takes minutes there."""
     names = [name for name in MODES if settings.cuda or name == "default"]
     found = [(name, PRECISION, MODES[name]) for name in names]
@@ -258,7 +258,7 @@ LAUNCHES = 1000  # of a small kernel, timed together
 SIDE, TINY_SIDE = 8192, 256  # of matrices; a buffer that is copied has 16 bytes for each entry of one
 
 
-def _machine_cases(settings: Settings) -> Cases:
+def _machine_cases(settings: Setup) -> Cases:
     device = settings.device
     found: Cases = {"launch": lambda: _launch(device), "graph": lambda: _graph(device), "copy": lambda: _copy(settings)}
     return found | {f"matmul {policy}": functools.partial(_matmul, settings, policy) for policy in POLICIES}
@@ -309,7 +309,7 @@ def _graph(device: torch.device) -> Found:
     return found
 
 
-def _copy(settings: Settings) -> Found:
+def _copy(settings: Setup) -> Found:
     """Bytes read and written per second."""
     num_bytes = 16 * (TINY_SIDE if settings.scale.is_tiny else SIDE) ** 2
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=settings.device)
@@ -318,7 +318,7 @@ def _copy(settings: Settings) -> Found:
     return {"gb_per_s": 1e-9 * 2 * num_bytes / seconds}
 
 
-def _matmul(settings: Settings, policy: str) -> Found:
+def _matmul(settings: Setup, policy: str) -> Found:
     side = TINY_SIDE if settings.scale.is_tiny else SIDE
     precision = Precision(policy, settings.device)
     matrices = torch.randn(2, side, side, device=settings.device)
@@ -336,13 +336,13 @@ SHOWN, WIDTH = 6, 70  # kernels of each round that are printed, and characters o
 WAITS = "called a synchronizing"  # in PyTorch's warning
 
 
-def _profile(settings: Settings, subject: Subject, batch: int, name: str) -> Found:
+def _profile(settings: Setup, subject: Subject, batch: int, name: str) -> Found:
     request, source = asked(settings, subject, name)
     with engine_of(settings, subject, batch, PRECISION, source=source) as engine:
         return round_of(engine, engine.resolve(request))
 
 
-def _waits(settings: Settings, family: str, name: str, mode: Mode) -> Found:
+def _waits(settings: Setup, family: str, name: str, mode: Mode) -> Found:
     """A round of a bundled model, in which the CPU should not wait for the device."""
     engine = bundled(family, IMAGES, settings.device, mode)
     found = round_of(engine, engine.resolve(requests(family, name)[0]))

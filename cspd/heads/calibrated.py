@@ -15,7 +15,7 @@ from torch import Tensor
 import cspd.heads.driver as driver
 from cspd.device import Precision
 from cspd.heads.calibration import (
-    LARGEST,
+    LARGEST_COEFFICIENT,
     TRACE_TOKENS,
     Trace,
     check_arrays,
@@ -75,8 +75,8 @@ class Predictor:
         """Raises ValueError unless shapes, types and ranges are right for T = `num_steps` denoising steps."""
         lags = min(MOST_LAGS, num_steps)
         wanted = {
-            "coefficients": (np.float32, (num_steps, lags, 3), -LARGEST, LARGEST),
-            "drift": (np.float32, (num_steps, lags), -LARGEST, LARGEST),
+            "coefficients": (np.float32, (num_steps, lags, 3), -LARGEST_COEFFICIENT, LARGEST_COEFFICIENT),
+            "drift": (np.float32, (num_steps, lags), -LARGEST_COEFFICIENT, LARGEST_COEFFICIENT),
             "skip_cost": (np.float32, (num_steps, lags), 0, np.inf),
         }
         check_arrays("a predictor", vars(self), wanted)
@@ -102,8 +102,9 @@ def fit_predictor(
         slope = s.log_sigma_slope[k]
         # a fit that failed becomes 0, which costs much, so that no plan uses it
         fitted = least_squares(*seen, k, anchors, slope).nan_to_num(0)
-        coefficients[k, :num_lags] = fitted.clamp(-LARGEST, LARGEST)
-        drift[k, :num_lags] = (seen[2][k] - seen[2][anchors]).mean((1, 2)).clamp(-LARGEST, LARGEST)
+        coefficients[k, :num_lags] = fitted.clamp(-LARGEST_COEFFICIENT, LARGEST_COEFFICIENT)
+        mean_change = (seen[2][k] - seen[2][anchors]).mean((1, 2))
+        drift[k, :num_lags] = mean_change.clamp(-LARGEST_COEFFICIENT, LARGEST_COEFFICIENT)
 
         # KL(p || q) of the step's Gaussians; both means share A x_k
         _, eps, v = held_out
@@ -410,10 +411,10 @@ class Shortcut:
         num_calls = self.steps.size
         wanted = {
             "steps": (np.int16, (num_calls,), 0, num_steps - 1),
-            "corrections": (np.float32, (num_calls, 2), -LARGEST, LARGEST),
-            "difference": (np.float32, (1,), 0, LARGEST),
+            "corrections": (np.float32, (num_calls, 2), -LARGEST_COEFFICIENT, LARGEST_COEFFICIENT),
+            "difference": (np.float32, (1,), 0, LARGEST_COEFFICIENT),
             "difference_error": (np.float32, (1,), 0, np.inf),
-            "difference_worst": (np.float32, (2,), 0, LARGEST),
+            "difference_worst": (np.float32, (2,), 0, LARGEST_COEFFICIENT),
             "divergence": (np.float32, (1,), 0, np.inf),
             "divergence_error": (np.float32, (1,), 0, np.inf),
         }

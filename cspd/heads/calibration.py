@@ -24,7 +24,7 @@ DRAFTS = {
     "frozen": "eps~ = eps', the last evaluated one: needs no fit, is accepted less often",
 }
 WINDOWS = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32)
-LARGEST = 1e6  # limit of coefficients (fits stay below 400) and of draft tables (below 21,000)
+LARGEST_COEFFICIENT = 1e6  # limit of coefficients (fits stay below 400) and of draft tables (below 21,000)
 RIDGE = 1e-7  # of the mean diagonal: at the noisiest steps eps' and x' are nearly equal
 
 
@@ -81,8 +81,8 @@ class Calibration:
         """Raises ValueError unless shapes, types and ranges are right for T = `num_steps` denoising steps."""
         lags = min(WINDOWS[-1], num_steps)
         wanted = {
-            "coefficients": (np.float32, (num_steps, lags, 3), -LARGEST, LARGEST),
-            "drift": (np.float32, (num_steps, lags), -LARGEST, LARGEST),
+            "coefficients": (np.float32, (num_steps, lags, 3), -LARGEST_COEFFICIENT, LARGEST_COEFFICIENT),
+            "drift": (np.float32, (num_steps, lags), -LARGEST_COEFFICIENT, LARGEST_COEFFICIENT),
             "calls": (np.int16, (len(WINDOWS), max(1, self.calls.shape[-1])), 1, num_steps),
         }
         check_arrays("a calibration", vars(self), wanted)
@@ -196,7 +196,7 @@ def fit(x: Tensor, eps: Tensor, v: Tensor, s: Schedule, temperature: float, is_f
     )
     with np.errstate(over="ignore", invalid="ignore"):
         table = draft_table(made.coefficients, made.drift, s, lags, temperature=1.0)
-    if not is_frozen and not np.abs(table).max() <= LARGEST:  # NaN too
+    if not is_frozen and not np.abs(table).max() <= LARGEST_COEFFICIENT:  # NaN too
         return fit(x, eps, v, s, temperature, is_frozen=True)
     return made
 

@@ -26,8 +26,8 @@ class Schedule(Protocol):
     """A chain of T Gaussian steps, the noisiest at T - 1, each described by float64 arrays [T].
 
     With the head's outputs (eps, v) at x, a step has the mean  A x + B eps  and  log sigma = a + b v, without
-    temperature. Step 0 adds no noise. `mar.head.Schedule` is MAR's; there eps is the predicted noise. The head of a
-    stochastic differential equation predicts a velocity or the clean token, and b is 0.
+    temperature. Step 0 adds no noise. `mar.head.DiffusionSchedule` is MAR's; there eps is the predicted noise. The head
+    of a stochastic differential equation predicts a velocity or the clean token, and b is 0.
 
     Attributes:
         timestep_map: the head's own names of the steps, integers or floats.

@@ -16,7 +16,7 @@ import cspd.heads.driver as driver
 from cspd.device import on_device, send_integers
 from cspd.heads.chain import Chain, table_bytes
 from cspd.option import Option, option, options_of
-from mar.head import TRAIN_STEPS, Modulations, ReadyHead, Schedule, respaced, schedule
+from mar.head import TRAIN_STEPS, DiffusionSchedule, Modulations, ReadyHead, respaced, schedule
 
 # The registry.
 
@@ -364,7 +364,7 @@ class SolverStep(NamedTuple):
     grow: float
 
 
-def solver_steps(s: Schedule, order: int) -> list[SolverStep]:
+def solver_steps(s: DiffusionSchedule, order: int) -> list[SolverStep]:
     """The steps of DPM-Solver++ (arXiv 2211.01095) of order 1, which is DDIM, or 2 (2M), from the noisiest on.
 
     x_t = (sigma_t / sigma_s) x_s - alpha_t (e^-h - 1) D, h = lambda_t - lambda_s, lambda = log(alpha / sigma). At order
@@ -409,7 +409,7 @@ def gridded(chain: Chain, head_calls: int, first_timestep: int, grid: str) -> Ch
     return chain.respaced(planned_grid(chain.schedule, chain.fitted.plan(head_calls), first_timestep))
 
 
-def planned_grid(s: Any, steps: Sequence[int], first_timestep: int) -> Schedule:
+def planned_grid(s: Any, steps: Sequence[int], first_timestep: int) -> DiffusionSchedule:
     """The schedule over the timesteps of some steps of a schedule."""
     planned = s.timestep_map[list(steps)]
     highest = first_timestep - np.arange(len(planned))  # after clipping, they still fall
@@ -417,7 +417,7 @@ def planned_grid(s: Any, steps: Sequence[int], first_timestep: int) -> Schedule:
 
 
 @functools.cache  # as `mar.head.schedule`
-def _respaced(timesteps: tuple[int, ...]) -> Schedule:
+def _respaced(timesteps: tuple[int, ...]) -> DiffusionSchedule:
     return respaced(np.array(timesteps))
 
 

@@ -32,7 +32,7 @@ from starlette.types import Scope
 from cspd.engine import Engine
 from cspd.inpainting import Inpainting
 from cspd.method import GUARANTEES, METHODS, Method, ModelRunner, parse_method
-from cspd.option import COMMON, DEFAULTS, LARGEST, Option
+from cspd.option import COMMON, DEFAULTS, LARGEST_FLOAT, Option
 from cspd.plots import coloured
 from cspd.request import Request
 from cspd.serving import v1
@@ -198,7 +198,7 @@ def _option(option: Option, default: object) -> dict:
         "text": option.kind is str,
         "integer": option.kind is int,
         "low": option.low if option.above is None else option.above,
-        "high": None if option.high == LARGEST else option.high,
+        "high": None if option.high == LARGEST_FLOAT else option.high,
         "default": default,
         "only_with": option.only_with,
     }

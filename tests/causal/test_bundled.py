@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cspd
-from cspd.causal.registry import SamplingDefaults, defaults_of, load_autoencoder, load_causal
+from cspd.causal.registry import CausalDefaults, defaults_of, load_autoencoder, load_causal
 from cspd.checkpoints import checkpoint_files
 from cspd.evaluation.metrics import SPACES, accuracy, load_classifier, space_of
 from cspd.models import bundled
@@ -25,7 +25,7 @@ def test_sizes_and_defaults():
     vae = load_autoencoder(files["vae"])
     assert inside is None and space_of(files["target"]) == "emoji"
     assert num_parameters(model) == 1_977_488 and num_parameters(vae) == 1_390_225
-    assert defaults_of(model.config) == SamplingDefaults(4.0, "constant", 0.9, 100)
+    assert defaults_of(model.config) == CausalDefaults(4.0, "constant", 0.9, 100)
     assert sum(path.stat().st_size for path in bundled()[NAME].iterdir() if path.is_file()) < 7e6
 
 

@@ -25,7 +25,7 @@ from cspd.plots import (
     SIZE,
     UNKNOWN,
     Panel,
-    Point,
+    PlotPoint,
     coloured,
     grid,
     speed_quality,
@@ -186,7 +186,7 @@ def plotted(monkeypatch):
 
 
 def test_the_mark_of_a_point_is_its_guarantee(plotted):
-    points = [Point(name, 1.0 + i, 0.5, name, guarantee=name) for i, name in enumerate(MARKS)]
+    points = [PlotPoint(name, 1.0 + i, 0.5, name, guarantee=name) for i, name in enumerate(MARKS)]
     (axes,) = plotted(("speed-up", "share", points))
     marked = {line.get_xdata()[0]: line.get_marker() for line in axes.lines if line.get_marker() in MARKS.values()}
     assert marked == {point.speed: MARKS[point.guarantee] for point in points} and len(set(marked.values())) == 4
@@ -195,7 +195,7 @@ def test_the_mark_of_a_point_is_its_guarantee(plotted):
 
 
 def test_a_method_without_a_point_in_a_panel_leaves_it_as_it_is(plotted):
-    here, there = Point("here", 2.0, 0.5, "ar"), Point("there", 4.0, 0.75, "cool-sd")
+    here, there = PlotPoint("here", 2.0, 0.5, "ar"), PlotPoint("there", 4.0, 0.75, "cool-sd")
     left, right = plotted(("speed-up", "share", [here]), ("tokens per forward pass", "share", [there]))
     for axes, point in ((left, here), (right, there)):
         assert [text.get_text() for text in axes.get_legend().get_texts()] == [point.line]

@@ -12,7 +12,7 @@ from captions import held_out_names, read_list
 import cspd
 from cspd.checkpoints import checkpoint_files
 from cspd.cli import main, options
-from cspd.discrete.registry import SamplingDefaults, defaults_of, load_gpt, load_tokenizer
+from cspd.discrete.registry import VQDefaults, defaults_of, load_gpt, load_tokenizer
 from cspd.evaluation.metrics import SPACES, load_classifier
 from cspd.models import bundled
 
@@ -31,7 +31,7 @@ def test_files_and_defaults():
     for name, size in (("target", 1_369_728), ("draft", 184_640)):
         model = load_gpt(files[name])
         assert sum(p.numel() for p in model.parameters()) == size
-        assert defaults_of(model.config) == SamplingDefaults(cfg=4.5, temperature=0.85, image_size=64)
+        assert defaults_of(model.config) == VQDefaults(cfg=4.5, temperature=0.85, image_size=64)
     assert sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()) < 8e6
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from enumerated import RULES, commit, commit_chosen, near, pairs, pairs_with
+from enumerated import RULES, commit, commit_chosen, near, pairs, pairs_with, seeing
 from torch import Tensor
 from toys import CODES, LENGTH, distribution, draw, request_of, toy_models
 
@@ -25,27 +25,27 @@ def uniforms(*shape: int) -> Tensor:
 @pytest.mark.parametrize("name", RELAXED)
 def test_the_distribution_of_a_committed_token(name):
     """Exact if nothing is drawn at random: one sampled candidate, or any that were chosen."""
-    rule = RULES[name]
+    rule = seeing(RULES[name], near(5))
     P, Q = pairs()
-    num = 4000 if rule.pools and not rule.optimal else 1
-    C = committed(rule, P, Q, torch.zeros(len(P), 1).long(), uniforms(len(P), num, 1), 2, near(5))
+    num = 4000 if rule.depends_on_x else 1
+    C = committed(rule, P, Q, torch.zeros(len(P), 1).long(), uniforms(len(P), num, 1), 2)
     assert torch.allclose(C, commit(rule, P, Q, 1, 2).total, atol=1e-9 if num == 1 else 0.03)
 
     P, Q = pairs_with(3)
     candidates = Q.topk(3).indices
-    C = committed(rule, P, None, candidates, uniforms(len(P), 1, 3), 2, near(5))
+    C = committed(rule, P, None, candidates, uniforms(len(P), 1, 3), 2)
     assert torch.allclose(C, commit_chosen(rule, P, candidates, 2).total, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", RELAXED)
 def test_the_divergence_with_siblings_is_hardly_too_large(name):
     """It is that of the mean of several distributions, of which each depends on the siblings that were rejected."""
-    rule = RULES[name]
+    rule = seeing(RULES[name], near(5))
     P, Q = (t[:3] for t in pairs())
     repeats = 500
     candidates = torch.tensor([0, 1, 2]).expand(len(P), -1)
     u = uniforms(repeats, len(P), NUM_DRAWN, 3)
-    C = committed(rule, P.expand(repeats, -1, -1), Q.expand(repeats, -1, -1), candidates, u, 2, near(5))
+    C = committed(rule, P.expand(repeats, -1, -1), Q.expand(repeats, -1, -1), candidates, u, 2)
     exact = divergence(commit(rule, P, Q, 3, 2).total, P)
     found = divergence(C, P)
     noise = 4 * found.std(0) / repeats**0.5 + 1e-9
@@ -118,11 +118,11 @@ def test_every_verified_code_counts(name):
     verification = Verification(P, Q, torch.zeros(1, 6, 1).long(), depth, tried)
     u = torch.zeros(4, num_draws(rule, verification)).double()
     u[:, 0] = (torch.arange(4) + 0.5) / 4
-    found = torch.cat([audited(rule, verification, own.unsqueeze(0), None) for own in u])
+    found = torch.cat([audited(rule, verification, own.unsqueeze(0)) for own in u])
     f = rule.accept(P, Q, depth)
     C = Q * f + (1 - (Q * f).sum(-1, keepdim=True)) * rule.resample(P, Q, f, torch.zeros_like(depth))
     assert found.mean().item() == pytest.approx(divergence(C, P)[tried].sum().item())
-    assert (audited(rule, verification._replace(tried=~(tried | ~tried)), u[:1], None) == 0).all()
+    assert (audited(rule, verification._replace(tried=~(tried | ~tried)), u[:1]) == 0).all()
 
 
 DRAFTS = {

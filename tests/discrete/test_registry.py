@@ -8,9 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cspd.discrete.gpt import GPT
+from cspd.discrete.gpt import GPT, Eagle
 from cspd.discrete.registry import (
-    create_eagle,
     create_gpt,
     create_tokenizer,
     defaults_of,
@@ -101,7 +100,7 @@ def test_official_settings(size, cfg, tokens):
 
 @pytest.mark.parametrize(
     "load, create",
-    [(load_tokenizer, lambda: create_tokenizer("vq_digits32")), (load_eagle, lambda: create_eagle(TARGET))],
+    [(load_tokenizer, lambda: create_tokenizer("vq_digits32")), (load_eagle, lambda: Eagle(gpt_spec(TARGET).config))],
 )
 def test_the_other_models(load, create, tmp_path):
     weights = random_weights(create())
@@ -114,9 +113,9 @@ def test_the_other_models(load, create, tmp_path):
     "load, create, message",
     [
         (load_mar, lambda: create_gpt(DRAFT), "GPT"),
-        (load_mar, lambda: create_eagle(DRAFT), "EAGLE"),
+        (load_mar, lambda: Eagle(gpt_spec(DRAFT).config), "EAGLE"),
         (load_vae, lambda: create_tokenizer("vq_digits32"), "vq_digits32"),
-        (load_gpt, lambda: create_eagle(TARGET), "EAGLE"),
+        (load_gpt, lambda: Eagle(gpt_spec(TARGET).config), "EAGLE"),
         (load_gpt, lambda: create_mar("mar_digits32_draft"), "mar_digits32_draft"),
         (load_tokenizer, lambda: create_vae("kl_digits32"), "kl_digits32"),
         (load_eagle, lambda: create_gpt(DRAFT), "EAGLE"),

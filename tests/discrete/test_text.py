@@ -33,7 +33,7 @@ from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
 from cspd.discrete.batch import by_slot
 from cspd.discrete.drafts import _eagle_root
-from cspd.discrete.registry import SamplingDefaults, create_gpt, defaults_of, gpt_spec, load_gpt
+from cspd.discrete.registry import VQDefaults, create_gpt, defaults_of, gpt_spec, load_gpt
 from cspd.discrete.rules import Filter, guide, probabilities
 from mar.tensors import CheckpointError
 
@@ -301,7 +301,7 @@ def test_official_settings(name, pixels, text_checkpoint, tmp_path):
     shutil.copy(text_checkpoint / "t2i_small.pt", tmp_path / name)
     assert load_gpt(tmp_path / name).config.block_size == (pixels // 2) ** 2  # the bundled tokenizer has a stride of 2
     defaults = defaults_of(replace(gpt_spec("llamagen_xl_t2i").config, block_size=(pixels // 16) ** 2))
-    assert defaults == SamplingDefaults(cfg=7.5, top_k=1000, image_size=pixels)
+    assert defaults == VQDefaults(cfg=7.5, top_k=1000, image_size=pixels)
 
 
 def test_models_are_saved_and_loaded(text_checkpoint, tmp_path):
