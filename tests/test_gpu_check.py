@@ -96,7 +96,7 @@ def test_stopped_by_a_person(tmp_path):
     """A case under way is in the file as started, and is run again by whoever stopped it."""
     out = tmp_path / "right.json"
     program = (
-        "import sys; sys.path[:0] = ['tests', 'scripts']\n"
+        "import sys; sys.path[:0] = ['tests']\n"
         "from pathlib import Path; from faults import check, question\n"
         f"out = Path({str(out)!r}); check(out, question(out, 'fine', 'hang'))"
     )
@@ -408,7 +408,7 @@ def test_work_is_operations_and_bytes():
 
 
 def test_docs_have_the_predicted_times():
-    """Made by `python scripts/gpu_costs.py --write`."""
+    """Made by `python scripts/measure/gpu_costs.py --write`."""
     text = gpu_costs.DOCS.read_text()
     assert gpu_costs.written(text) == text
 

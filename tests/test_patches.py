@@ -1,4 +1,4 @@
-"""scripts/train_patches.py: tokens of patches, the training of others' heads, and their head calls."""
+"""scripts/train/train_patches.py: tokens of patches, the training of others' heads, and their head calls."""
 
 from __future__ import annotations
 

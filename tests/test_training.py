@@ -109,7 +109,7 @@ def test_a_missing_file_is_one_line(program, options, tmp_path, monkeypatch, cap
     flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
     monkeypatch.setattr(sys, "argv", [f"{program}.py", *flags])
     with pytest.raises(SystemExit) as caught:
-        runpy.run_path(str(ROOT / "scripts" / f"{program}.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / "scripts" / "train" / f"{program}.py"), run_name="__main__")
     torch.set_flush_denormal(False)
     error = capsys.readouterr().err
     *_, missing = options.values()
@@ -239,7 +239,7 @@ def run_processes(program, folder, processes, *arguments):
     file = folder / "program.py"
     file.write_text(program)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts" / "train")])}
     subprocess.run([*command, str(file), str(folder), *arguments], check=True, env=environment)
 
 

@@ -731,7 +731,7 @@ def _add_checkpoint(group: argparse._ArgumentGroup, several: bool = False) -> No
     _rare(group.add_argument("--arch", type=word, metavar="NAME", help=text))
     text = "draft model for methods that need one: a smaller model for the same tokens, if not next to the model"
     _rare(_add_path(group, "--draft-checkpoint", "FILE", text))
-    text = "EAGLE drafter of a VQ model, if not next to the model; scripts/train_eagle.py trains one"
+    text = "EAGLE drafter of a VQ model, if not next to the model; scripts/train/train_eagle.py trains one"
     _rare(_add_path(group, "--eagle", "FILE", text))
     text = (
         "text encoder that a text-to-image model was trained with (FLAN-T5-XL for LlamaGen), if not in flan-t5-xl/ or"

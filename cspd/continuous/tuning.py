@@ -366,7 +366,7 @@ class Fitted:
 #
 # Both are made on first use and cached on disk: calibrations beside the checkpoint, or else in the user's cache folder,
 # and costs in the user's cache folder. The key of an entry has everything that it depends on. The bundled checkpoints
-# come with calibrations for their usual settings (scripts/bundle_calibrations.py).
+# come with calibrations for their usual settings (scripts/train/bundle_calibrations.py).
 
 # the time of a fit in units of one trace, without its traces, and the traces that it needs: measured with `digits32`
 WORK = {Calibration: 0.15, Predictor: 0.3, Shortcut: 0.9}

@@ -251,7 +251,7 @@ def _switches(settings: Setup) -> list[tuple[str, str, Mode]]:
     return found + [("default", precision, DEFAULT) for precision in POLICIES if precision != PRECISION]
 
 
-# The machine: the best that it can do. scripts/gpu_costs.py predicts the times of MAR from such numbers.
+# The machine: the best that it can do. scripts/measure/gpu_costs.py predicts the times of MAR from such numbers.
 
 REPEATS = 5
 LAUNCHES = 1000  # of a small kernel, timed together

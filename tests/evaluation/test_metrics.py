@@ -177,7 +177,7 @@ def test_the_bundled_reference_is_of_the_training_data():
 
 def test_the_script_makes_a_reference_of_a_folder(folders, tmp_path, monkeypatch, capsys):
     out = tmp_path / "made.npz"
-    scripts = Path(__file__).parents[2] / "scripts"
+    scripts = Path(__file__).parents[2] / "scripts" / "train"
     monkeypatch.syspath_prepend(str(scripts))
     monkeypatch.setattr(sys, "argv", ["", "--images", str(folders[1]), "--keep", "30", "--out", str(out)])
     runpy.run_path(str(scripts / "make_reference_stats.py"), run_name="__main__")

@@ -1,4 +1,4 @@
-"""Computes reference statistics for FID: python scripts/make_reference_stats.py --images FOLDER --out FILE.npz
+"""Computes reference statistics for FID: python scripts/train/make_reference_stats.py --images FOLDER --out FILE.npz
 
 Without --images, the reference is a training distribution with all classes equally often: coloured digits, or --data
 as for the training programs.

@@ -1,4 +1,4 @@
-"""Builds the emoji data set, 64x64 RGB on white in 10 classes, from npm packages: python scripts/emoji.py
+"""Builds the emoji data set, 64x64 RGB on white in 10 classes, from npm packages: python scripts/train/emoji.py
 
 It has the drawings of seven vendors, whose licences allow a trained model to be shipped. Sets that require derived
 works to be under the same licence (OpenMoji, EmojiOne 1) or forbid reuse (Apple, Facebook) are left out. One emoji in

@@ -1,6 +1,8 @@
-"""Evaluates images of captions with a classifier: python scripts/judge_prompts.py --images samples --prompts ...
+"""Evaluates images of captions with a classifier.
 
-The images are a directory that `cspd sample --prompts` generated from a list of scripts/captions.py. The program
+    python scripts/measure/judge_prompts.py --images samples --prompts ...
+
+The images are a directory that `cspd sample --prompts` generated from a list of scripts/train/captions.py. The program
 prints the fraction of images that are recognised as the class of the caption's own images, for captions that were
 trained on, for captions that were held out as compositions, and for each class. "By chance" is the fraction if labels
 were permuted.
@@ -11,15 +13,18 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from captions import read_list
 
 from cspd.evaluation.images import ImageFolder, prompts_of
 from cspd.evaluation.metrics import CLASSIFIERS, read_classifier
+
+sys.path.append(str(Path(__file__).parents[1] / "train"))
+from captions import read_list
 
 
 def main() -> None:

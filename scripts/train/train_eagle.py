@@ -1,4 +1,6 @@
-"""Trains EAGLE's drafter for a VQ model: python scripts/train_eagle.py --checkpoint c2i_L_256.pt --self-samples 10000
+"""Trains EAGLE's drafter for a VQ model.
+
+    python scripts/train/train_eagle.py --checkpoint c2i_L_256.pt --self-samples 10000
 
 The target is any VQ model that `cspd sample --checkpoint` takes, class-conditional or text-to-image (--prompts FILE): a
 LlamaGen, or the directory of a `transformers` model. The training data are samples of the target, which need no images,

@@ -1,4 +1,6 @@
-"""Measures how LANTERN's released code differs from its paper, on digits32_vq: python scripts/lantern_published.py
+"""Measures how LANTERN's released code differs from its paper, on digits32_vq.
+
+    python scripts/measure/lantern_published.py
 
 It compares, for the first drafted token at every position of sampled images, the residual distribution G after a
 rejection, and the distribution of the committed token. "drawn" tokens are those of a chain or a static tree, the
@@ -10,17 +12,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import sys
+from pathlib import Path
 
 import torch
-from conditions import inputs_of
-from drafted import distributions
 from torch import Tensor
-from train_eagle import predict
 
 import cspd
 from cspd.discrete.registry import VQDefaults
 from cspd.discrete.rules import Lantern, bound, near_codes
 from cspd.discrete.trees import verify_siblings
+
+sys.path.append(str(Path(__file__).parents[1] / "train"))
+from conditions import inputs_of
+from drafted import distributions
+from train_eagle import predict
 
 IMAGES = 10
 SAMPLING = VQDefaults(cfg=2.0)

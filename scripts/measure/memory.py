@@ -1,6 +1,6 @@
 """Writes docs/results/memory.json: memory by model and batch, as the engine estimates it before it loads anything.
 
-python scripts/memory.py && python scripts/results.py
+python scripts/measure/memory.py && python scripts/results.py
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cspd.masked import runner as masked
 from cspd.runs import commit_of
 from mar.checkpoint import create_mar
 
-FILE = Path(__file__).parent.parent / "docs" / "results" / "memory.json"
+FILE = Path(__file__).parents[2] / "docs" / "results" / "memory.json"
 BATCHES = (1, 8, 64)
 MODELS = (
     *("mar_base", "mar_large", "mar_huge"),
@@ -56,7 +56,7 @@ def main() -> None:
     content = {
         "title": "GiB in float32, on a CPU or GPU, without the autoencoder: **estimates**, by which an engine refuses a"
         " batch that is too large. MAR has K = 64; LlamaGen B and L make 256 pixels, XL and 3B 384.",
-        "commands": ["python scripts/memory.py"],
+        "commands": ["python scripts/measure/memory.py"],
         "commit": (commit_of(Path(__file__)) or "unknown")[:7],
         "machine": "any machine, since they are computed from the models' shapes",
         "header": ["model", "weights", "per image", *(f"batch {batch}" for batch in BATCHES)],

@@ -1,4 +1,4 @@
-"""Times our samplers against the loops of SphereAR and BitDance: python scripts/sphere_loop.py [--binary]
+"""Times our samplers against the loops of SphereAR and BitDance: python scripts/measure/sphere_loop.py [--binary]
 
 The loops are transcribed from the authors' code, and sample with the same weights and settings: those of
 `emoji64_sphere`, or with --binary random ones of a BitDance of its size. The runs are interleaved; images are not

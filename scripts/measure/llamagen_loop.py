@@ -1,4 +1,4 @@
-"""Times baseline sampling of the bundled VQ target against LlamaGen's own loop: python scripts/llamagen_loop.py
+"""Times baseline sampling of the bundled VQ target against LlamaGen's own loop: python scripts/measure/llamagen_loop.py
 
 The loop follows LlamaGen's code (Sun et al. 2024, arXiv 2406.06525): all images in lockstep, masked attention over the
 whole length of a cache, `torch.multinomial`. It runs eagerly and compiled, with the bundled weights. The runs are

@@ -1,7 +1,7 @@
 """Holds many concurrent clients on `cspd serve` and reports errors, latencies and images per second.
 
     cspd serve --max-requests 400 --max-per-visitor 400 &
-    python scripts/load.py --clients 200 --minutes 5 --pid $!
+    python scripts/measure/load.py --clients 200 --minutes 5 --pid $!
 
 Each client asks for an image, waits for it and asks again; after an answer 429 it waits as long as the server says. The
 memory of the server is read from /proc twice a minute. The last line of the report compares with one client alone.

@@ -1,7 +1,7 @@
 """The loop of the training programs: resumable, with warm-up, cosine decay and an average of the weights.
 
-`python scripts/train_....py` trains on a GPU if there is one, otherwise on the CPU. Under
-`torchrun --nproc-per-node N -- scripts/train_....py` each of N processes has a batch of its own in every step.
+`python scripts/train/train_....py` trains on a GPU if there is one, otherwise on the CPU. Under
+`torchrun --nproc-per-node N -- scripts/train/train_....py` each of N processes has a batch of its own in every step.
 """
 
 from __future__ import annotations

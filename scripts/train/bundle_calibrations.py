@@ -1,4 +1,4 @@
-"""Fits the calibrations of the bundled models at their usual settings: python scripts/bundle_calibrations.py
+"""Fits the calibrations of the bundled models at their usual settings: python scripts/train/bundle_calibrations.py
 
 Models with a diffusion head get the calibrations of `speculative` and `calibrated`, VQ models the tokens per round of
 every draft configuration. Nothing here depends on the device. The files in checkpoints/*/calibration/ are replaced.

@@ -1,6 +1,6 @@
 """Do prices add up? Random combinations of MAR's approximations: the sum of their prices against that of the whole.
 
-    python scripts/add_prices.py [CHECKPOINT] [--num 20] [--num-iter 64] [--cfg 3]
+    python scripts/measure/add_prices.py [CHECKPOINT] [--num 20] [--num-iter 64] [--cfg 3]
 
 Prints one line for each combination of rounds, refreshes and head calls, and the extreme ratios (docs/exactness.md).
 """

@@ -1,4 +1,6 @@
-"""Trains a VQ tokenizer on coloured digits, or a directory of images: python scripts/train_tokenizer.py --data FOLDER
+"""Trains a VQ tokenizer on coloured digits, or a directory of images.
+
+    python scripts/train/train_tokenizer.py --data FOLDER
 
 Gradients are straight-through, as in LlamaGen, but without its perceptual and adversarial losses: squared error is
 enough for images of few details. Codes that a batch does not use are moved onto vectors of that batch, so that no code

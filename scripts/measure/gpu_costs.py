@@ -1,8 +1,8 @@
 """Predicts MAR's time on a GPU from counts of launches, bytes, operations and waits. Nothing here was measured.
 
-python scripts/gpu_costs.py          prints the table
-python scripts/gpu_costs.py --write  puts it into docs/gpu.md
-python scripts/gpu_costs.py --measured gpu/fast.json  prints it with times of `cspd gpu-check fast` in parentheses
+python scripts/measure/gpu_costs.py          prints the table
+python scripts/measure/gpu_costs.py --write  puts it into docs/gpu.md
+python scripts/measure/gpu_costs.py --measured gpu/fast.json  prints it with times of `cspd gpu-check fast` beside them
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cspd.masked.orders import cosine
 from mar.checkpoint import MARS
 from mar.model import MARConfig
 
-DOCS = Path(__file__).parent.parent / "docs" / "gpu.md"
+DOCS = Path(__file__).parents[2] / "docs" / "gpu.md"
 STEPS = 100  # T
 SIZES = {"B": "mar_base", "L": "mar_large", "H": "mar_huge"}
 BATCHES, ITERATIONS = (1, 8, 64), (64,)

@@ -1,4 +1,4 @@
-"""What remains between our scores and ADM's evaluator's, by its size: python scripts/adm_differences.py
+"""What remains between our scores and ADM's evaluator's, by its size: python scripts/measure/adm_differences.py
 
 The formulas agree (tests/evaluation/test_adm.py). What differs is what reaches them: how pixels are rounded, stored and
 resized, which reference is taken, and in which precision neighbours are compared. Each is tried on held-out coloured
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import io
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
-from digits import coloured_digits
 from PIL import Image
 from torch import Tensor
 
@@ -22,6 +23,9 @@ from cspd.evaluation.images import ImageList
 from cspd.evaluation.metrics import SPACES, features, load_reference, scores_of
 from cspd.evaluation.scores import manifold, statistics_of
 from cspd.pixels import to_pil
+
+sys.path.append(str(Path(__file__).parents[1] / "train"))
+from digits import coloured_digits
 
 NAMES = ("fid", "inception_score", "kid", "precision", "recall")
 

@@ -1,4 +1,4 @@
-"""Trains the classifier that evaluates bundled models, on real images: python scripts/train_classifier.py
+"""Trains the classifier that evaluates bundled models, on real images: python scripts/train/train_classifier.py
 
 Each image is blended with another one of its batch, and so are their labels (mixup, Zhang et al. 2018).
 """

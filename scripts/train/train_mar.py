@@ -1,4 +1,6 @@
-"""Trains a MAR on latents of coloured digits, or of a directory of images: python scripts/train_mar.py --data FOLDER
+"""Trains a MAR on latents of coloured digits, or of a directory of images.
+
+    python scripts/train/train_mar.py --data FOLDER
 
 There are two stages: the whole model, then the head alone, on conditions z of the averaged backbone. In both, a
 fraction of the head's rows is at timestep 999 with extra weight: there sampling multiplies the head's error by 316, and

@@ -1,4 +1,4 @@
-"""Samples in a public code with and without cspd.accelerate: python scripts/in_their_code.py FOLDER --code mar
+"""Samples in a public code with and without cspd.accelerate: python scripts/measure/in_their_code.py FOLDER --code mar
 
 FOLDER is a clone of the code: LTH14/mar, wusize/Harmon (its MAR, without the language model), guolinke/SphereAR,
 shallowdream204/BitDance (imagenet_gen) or stepfun-ai/NextStep-1 (its head; the language model is a small random layer).

@@ -1,4 +1,6 @@
-"""Trains a text-to-image GPT on images with captions: python scripts/train_text_gpt.py --captions data/captions.json
+"""Trains a text-to-image GPT on images with captions.
+
+    python scripts/train/train_text_gpt.py --captions data/captions.json
 
 A small T5 encoder is trained with it and written to text_encoder/ in the same directory. A draft model uses the
 target's encoder unchanged (--text-encoder). With the images' tokenizer this is a directory for `cspd sample --prompt`.
@@ -55,7 +57,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--captions", type=Path, default=Path("data/emoji64/captions.json"), help="images are next to it"
     )
-    parser.add_argument("--held-out", type=Path, help="a list of scripts/captions.py; half of it is held out")
+    parser.add_argument("--held-out", type=Path, help="a list of scripts/train/captions.py; half of it is held out")
     parser.add_argument("--size", type=int, default=64, help="pixels per side; images of another size are resized")
     parser.add_argument("--upright", default="", help="classes whose images are never mirrored, separated by commas")
     parser.add_argument("--arch", default="gpt_emoji64_text", choices=of_texts)

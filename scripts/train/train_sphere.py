@@ -1,4 +1,6 @@
-"""Trains a SphereAR on the cells of an S-VAE, see train_vae.py: python scripts/train_sphere.py --data FOLDER --vae FILE
+"""Trains a SphereAR on the cells of an S-VAE, see train_vae.py.
+
+    python scripts/train/train_sphere.py --data FOLDER --vae FILE
 
 The loss is SphereAR's (arXiv 2509.24335): the squared error of the head's velocity, with the tokens before and those to
 draw sampled from the S-VAE's posterior, and a tenth of the labels replaced by no class. A fraction of the times is

@@ -1,4 +1,6 @@
-"""Trains a GPT on the tokens of coloured digits, or of a directory of images: python scripts/train_gpt.py --data FOLDER
+"""Trains a GPT on the tokens of coloured digits, or of a directory of images.
+
+    python scripts/train/train_gpt.py --data FOLDER
 
 The loss is the cross-entropy of all tokens of an image. As in LlamaGen, a tenth of the labels are replaced by the
 unconditional branch.

@@ -1,6 +1,6 @@
 """Loads SphereAR's and BitDance's official sizes with random weights, and predicts how long an image takes here.
 
-python scripts/causal_sizes.py --sizes sphere_ar_b,sphere_ar_l,sphere_ar_h       prints a table in Markdown
+python scripts/measure/causal_sizes.py --sizes sphere_ar_b,sphere_ar_l,sphere_ar_h       prints a table in Markdown
 
 A file as the authors' is written, loaded by the ordinary code, and sampled. Rounds of `ar`, at the beginning, middle
 and end of an image, are timed in CPU seconds of one thread, so that other processes matter little.

@@ -1,4 +1,6 @@
-"""Trains an autoencoder on coloured digits, or on a directory of images: python scripts/train_vae.py --data FOLDER
+"""Trains an autoencoder on coloured digits, or on a directory of images.
+
+    python scripts/train/train_vae.py --data FOLDER
 
 The loss is a Gaussian likelihood with a fixed variance plus the KL term. In a KL autoencoder, channels that do not
 reduce the error enough stay at the prior, and latents have about unit variance. With --free-nats the KL term of a

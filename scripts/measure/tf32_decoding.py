@@ -3,7 +3,7 @@
 A GPU's TF32 products have inputs of 10 mantissa bits and float32 sums. Here the inputs of all convolutions, matrix
 products and attention are rounded so, which a GPU does in its own order of sums. The images are those of `ar`.
 
-    python scripts/tf32_decoding.py digits32 emoji64
+    python scripts/measure/tf32_decoding.py digits32 emoji64
 """
 
 from __future__ import annotations

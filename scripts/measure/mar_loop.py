@@ -1,4 +1,4 @@
-"""Times our samplers of a bundled model against MAR's own code: python scripts/mar_loop.py FOLDER
+"""Times our samplers of a bundled model against MAR's own code: python scripts/measure/mar_loop.py FOLDER
 
 FOLDER is a clone of https://github.com/LTH14/mar. Its model loads the same weights and samples with the same settings.
 The runs are interleaved and generate whole images; ours are decoded too. With --products, beside each time is that of

@@ -2,8 +2,8 @@
 
     DATA="--data data/emoji64 --size 64 --upright symbols,flags,objects"
     MAR="--vae checkpoints/emoji64/vae.safetensors" SPHERE="--vae checkpoints/emoji64_sphere/vae.safetensors"
-    python scripts/train_patches.py ../NextStep-1 $DATA $MAR --patch 2 --out d64.json
-    python scripts/train_patches.py ../BitDance --code bitdance $DATA $SPHERE --patch 4 --out p16.json
+    python scripts/train/train_patches.py ../NextStep-1 $DATA $MAR --patch 2 --out d64.json
+    python scripts/train/train_patches.py ../BitDance --code bitdance $DATA $SPHERE --patch 4 --out p16.json
 
 FOLDER is a clone of the code. Its head is trained, from random weights, behind the transformer of `cspd.causal`. A
 token is a patch of PATCH x PATCH cells of an autoencoder's latents: NextStep-1's has all their numbers in one row,
@@ -35,7 +35,6 @@ import torch
 import train_mar
 import train_sphere
 from latents import Guessing, Latents, latents
-from mar_loop import stand_in
 from pictures import add_data_options, data_of
 from safetensors import safe_open
 from torch import Tensor
@@ -57,6 +56,9 @@ from cspd.runs import file_fingerprint
 from cspd.seams import seam_of
 from mar.checkpoint import load_vae
 from mar.vae import AutoencoderKL
+
+sys.path.append(str(Path(__file__).parents[1] / "measure"))
+from mar_loop import stand_in
 
 CALLS = 28  # of a full chain
 SEEN, CHUNK = 576, 24  # tokens that fits are made from, and those of a call

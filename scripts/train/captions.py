@@ -1,6 +1,6 @@
 """Images with captions, for training text-to-image models, and a list of captions to evaluate such a model with.
 
-python scripts/captions.py --captions data/emoji64/captions.json --out checkpoints/emoji64_text/prompts.json
+python scripts/train/captions.py --captions data/emoji64/captions.json --out checkpoints/emoji64_text/prompts.json
 
 Half of the list is held out from training as compositions: each word of such a caption occurs in other names of its
 class, but no other name of the class has all of its words. The other half are captions of the same kind that are
@@ -135,7 +135,7 @@ def read_list(path: Path) -> list[dict]:
     """The list that `main` wrote. Raises ValueError if the file has another form, OSError if it cannot be read."""
     entries = read_json(path)
     if wrong := misfit(entries, LIST):
-        raise ValueError(f"{path}: {wrong} is invalid: pass a list that scripts/captions.py wrote")
+        raise ValueError(f"{path}: {wrong} is invalid: pass a list that scripts/train/captions.py wrote")
     return entries
 
 
