@@ -38,7 +38,7 @@ AHEAD = 4  # batches of images that may be decoding at once; the next one waits 
 
 
 class _Made(NamedTuple):
-    """The results of a batch of sequences, as `ModelRunner.results` returns them, and its images, on the CPU."""
+    """Tokens, costs and validity of a batch of sequences, see `ModelRunner.results`, and its images, on the CPU."""
 
     tokens: Tensor
     token_cost: Tensor
@@ -115,7 +115,9 @@ class Finisher:
                 for sequence in work.sequences:
                     sequence.stats.seconds[phase] += spent
             if work.made:
-                outputs += _outputs(work.sequences, work.made)
+                for sequence in work.sequences:
+                    sequence.complete_stats()
+                outputs += zip(work.sequences, _outputs(work.sequences, work.made))
         return outputs
 
     def clear(self) -> None:
@@ -143,11 +145,10 @@ def _decoded(runner: ModelRunner, tokens: Tensor, on_decoded: Callable[[int], ob
     return torch.cat(parts)
 
 
-def _outputs(sequences: list[Sequence], made: _Made) -> list[tuple[Sequence, Output]]:
+def _outputs(sequences: list[Sequence], made: _Made) -> list[Output]:
     outputs = []
     with torch.inference_mode(False):  # a clone is an ordinary tensor, and does not keep the batch in memory
         for i, sequence in enumerate(sequences):
-            sequence.complete_stats()
             image = None if made.images is None else made.images[i]
             error = _error(sequence, made.finite[i], image)
             output = Output(
@@ -160,7 +161,7 @@ def _outputs(sequences: list[Sequence], made: _Made) -> list[tuple[Sequence, Out
                 class_name=sequence.class_name,
                 models=sequence.models,
             )
-            outputs.append((sequence, output))
+            outputs.append(output)
     return outputs
 
 
@@ -741,20 +742,8 @@ class Engine:
         images = runner.decode(tokens)
         if images is not None:
             images = images.nan_to_num().cpu()
-        tokens, token_cost = tokens.cpu(), token_cost.cpu()
-        outputs = []
-        for i, sequence in enumerate(sequences):
-            output = Output(
-                request=sequence.request,
-                tokens=tokens[i],
-                image=None if images is None else images[i],
-                token_cost=token_cost[i],
-                stats=sequence.stats,
-                class_name=sequence.class_name,
-                models=sequence.models,
-            )
-            outputs.append(output)
-        return outputs
+        all_finite = torch.ones(len(sequences), runner.seq_len, dtype=torch.bool)  # errors are found at the end
+        return _outputs(sequences, _Made(tokens.cpu(), token_cost.cpu(), all_finite, images))
 
     def _preview(self, sequence: Sequence) -> Image.Image | None:
         """An image of a running sequence's committed tokens; None if it is not running or there is no decoder."""
