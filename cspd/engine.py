@@ -650,12 +650,12 @@ class Engine:
         watch = Stopwatch(self.device)
         try:
             self._free_cancelled()
-            admitted = self.scheduler.admit()
-            for family, runner in self.runners.items():
-                runner.admit([sequence for sequence in admitted if sequence.request.family == family])
+            self._admit()
             batch = self.scheduler.next()
             if batch:
-                self._advance(batch, watch, on_decoded)
+                finished = self._advance(batch, watch)
+                self.scheduler.release(finished)
+                self._decode(finished, on_decoded)
             # With nothing left to run there is no round to hide the decoding behind: wait for all images.
             for sequence, output in self._finisher.ready(wait=not len(self.scheduler)):
                 sequence.inbox.append((sequence, output))
@@ -663,9 +663,15 @@ class Engine:
             self._drop(error)
             raise
 
-    def _advance(self, batch: list[Sequence], watch: Stopwatch, on_decoded: Callable[[int], object]) -> None:
-        """Runs a round of sequences that share a key: draft, verify, commit. The finished ones free their slots."""
-        method, key = batch[0].method, batch[0].key
+    def _admit(self) -> None:
+        """Moves waiting sequences into free slots."""
+        admitted = self.scheduler.admit()
+        for family, runner in self.runners.items():
+            runner.admit([sequence for sequence in admitted if sequence.method.family == family])
+
+    def _advance(self, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+        """Drafts, verifies and commits tokens of sequences that share a key. Returns the finished sequences."""
+        method = batch[0].method
         runner = self.runners[method.family]
         finished = method.run_round(runner, batch, watch)
         watch.stop()  # on a GPU the round may still run: its seconds are read later
@@ -674,13 +680,16 @@ class Engine:
         for sequence in batch:
             if len(sequence.reached) < sequence.iteration:
                 sequence.reached.append(sequence.num_started)
-        self.scheduler.release(finished)
         if len(finished) == len(batch):
-            runner.forget(key)
+            runner.forget(batch[0].key)
+        return finished
+
+    def _decode(self, finished: list[Sequence], on_decoded: Callable[[int], object]) -> None:
+        """Begins to decode finished sequences, which share a runner."""
         # A sequence that was cancelled in the middle of its chains may still end its last iteration.
         wanted = [sequence for sequence in finished if sequence not in self._cancelled]
         if wanted:
-            self._finisher.add(runner, wanted, on_decoded)
+            self._finisher.add(self.runners[wanted[0].method.family], wanted, on_decoded)
 
     def cancel(self, request: Request | int) -> bool:
         """Cancels an unfinished request, given as the `Request` object itself or as its ticket. Thread-safe.
