@@ -15,6 +15,7 @@ import warnings
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ AHEAD = 4  # batches of images that may be decoding at once; the next one waits 
 
 
 class _Made(NamedTuple):
-    """The results of a batch of sequences, as `ModelRunner.results` returns them, and its images, on the CPU."""
+    """Tokens, costs and validity of a batch of sequences, see `ModelRunner.results`, and its images, on the CPU."""
 
     tokens: Tensor
     token_cost: Tensor
@@ -98,10 +99,6 @@ class Finisher:
             watch.stop()
         self._work.append(_Work(sequences, watch, made))
 
-    def sequences(self) -> list[Sequence]:
-        """The sequences whose images are being decoded."""
-        return [sequence for work in self._work if work.made for sequence in work.sequences]
-
     def ready(self, wait: bool) -> list[tuple[Sequence, Output]]:
         """The outputs that can be read now; with `wait`, all of them."""
         outputs: list[tuple[Sequence, Output]] = []
@@ -115,7 +112,9 @@ class Finisher:
                 for sequence in work.sequences:
                     sequence.stats.seconds[phase] += spent
             if work.made:
-                outputs += _outputs(work.sequences, work.made)
+                for sequence in work.sequences:
+                    sequence.complete_stats()
+                outputs += zip(work.sequences, _outputs(work.sequences, work.made))
         return outputs
 
     def clear(self) -> None:
@@ -143,11 +142,10 @@ def _decoded(runner: ModelRunner, tokens: Tensor, on_decoded: Callable[[int], ob
     return torch.cat(parts)
 
 
-def _outputs(sequences: list[Sequence], made: _Made) -> list[tuple[Sequence, Output]]:
+def _outputs(sequences: list[Sequence], made: _Made) -> list[Output]:
     outputs = []
     with torch.inference_mode(False):  # a clone is an ordinary tensor, and does not keep the batch in memory
         for i, sequence in enumerate(sequences):
-            sequence.complete_stats()
             image = None if made.images is None else made.images[i]
             error = _error(sequence, made.finite[i], image)
             output = Output(
@@ -160,7 +158,7 @@ def _outputs(sequences: list[Sequence], made: _Made) -> list[tuple[Sequence, Out
                 class_name=sequence.class_name,
                 models=sequence.models,
             )
-            outputs.append((sequence, output))
+            outputs.append(output)
     return outputs
 
 
@@ -255,7 +253,7 @@ class Scheduler:
             self.release(list(batch))
 
 
-# Threads share an engine: one at a time runs a round, or changes what is in flight. Processes do not share it.
+# Threads share an engine, and processes do not.
 
 _processes: set[int] = set()  # those that made an engine
 
@@ -269,39 +267,6 @@ def check_not_forked() -> None:
         )
 
 
-class FairLock:
-    """A reentrant lock that threads get in the order in which they asked for it.
-
-    Python's own locks are not fair: a thread that runs round after round would hardly ever let another one in.
-    """
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._waiting: deque[object] = deque()  # the first one holds the lock
-        self._owner: int | None = None  # the thread that holds it
-
-    @contextlib.contextmanager
-    def hold(self) -> Iterator[None]:
-        """Holds the lock inside the block. Raises RuntimeError in a forked process."""
-        check_not_forked()
-        if self._owner == threading.get_ident():  # reentrant
-            yield
-            return
-        own = object()
-        self._waiting.append(own)  # a deque: appending is atomic
-        try:
-            with self._condition:
-                self._condition.wait_for(lambda: self._waiting[0] is own)
-            self._owner = threading.get_ident()
-            yield
-        finally:  # also if a signal interrupts the waiting
-            if self._waiting[0] is own:
-                self._owner = None
-            with self._condition:
-                self._waiting.remove(own)
-                self._condition.notify_all()
-
-
 # Requests are read as slots become free; a bar shows how far they are.
 
 DECODING = 0.02  # of an image, in the bar; its tokens are the rest
@@ -309,18 +274,7 @@ NAMED = 3  # requests with the same error that are named one by one
 Item = tuple[int, Output]  # the index of a request, and its output
 # (request, fraction of its work that is done, a function that makes a preview)
 OnProgress = Callable[[Request, float, Callable[[], "Image.Image | None"]], object]
-Indexed = tuple[int, Request | Prepared]
-
-
-def _read(requests: Iterator[Indexed], most: int) -> tuple[list[Indexed], ValueError | None]:
-    """Up to `most` of the next requests, and the error that ended the reading, if one did."""
-    read = []
-    try:
-        for indexed in itertools.islice(requests, most):
-            read.append(indexed)
-    except ValueError as error:
-        return read, error
-    return read, None
+Result = Output | BaseException | None  # of a request: what was made, what ended it, or None if it was cancelled
 
 
 class _Bar:
@@ -432,10 +386,12 @@ class Engine:
 
         self.scheduler = Scheduler(max_batch)
         self._finisher = Finisher(self.device)
-        self._lock = FairLock()  # held by whoever runs a round or changes what is in flight
+        self._line: deque[threading.Event] = deque()  # of the threads that want a turn; the first one has it
         self._tickets = itertools.count()
-        self._cancelled: set[Sequence] = set()  # cancelled, but their slots are not free yet
-        self._inbox: deque = deque()  # results of requests that came by `add_request`
+        self._unfinished: dict[int, Sequence] = {}  # those without a result, by ticket
+        self._cancelled: set[Sequence] = set()  # those whose slots are not free yet
+        self._results: SimpleQueue[tuple[Sequence, Result]] = SimpleQueue()  # of requests that came by `add_request`
+        self._outputs: dict[int, Output] = {}  # of these, by ticket, until a step returns them
 
     def __repr__(self) -> str:
         if self._closed:
@@ -545,7 +501,7 @@ class Engine:
         prepared = self.checked(request)
         if prepared.is_decided:
             return prepared
-        with self._lock.hold():  # it may run models, which are not shared in the middle of a round
+        with self._turn():  # it may run models
             prepared.runner.at_once = self._at_once(at_once)
             decided = prepared.runner.resolve(prepared.request, prepared.method)
         advice = prepared.method.advice(decided)
@@ -586,15 +542,37 @@ class Engine:
             return request.prompt
         return self._classes[str(request.family)].name_of(request.label)
 
-    # One round at a time. Each result goes to the inbox of its submitter, whichever thread ran the round, as a message
-    # (sequence, result): an Output, the exception that ended it, or None if it was cancelled.
+    # Whichever thread waits for an output runs rounds, one thread at a time; others may add and cancel sequences
+    # meanwhile. Each sequence gets one result, in the queue of whoever asked for it. There is no thread of the engine's
+    # own: torch's number of threads, profilers and modes hold for the thread that sets them, which is the caller's.
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Waits for this thread's turn to use the models, and keeps them inside the block. It is not reentrant.
+
+        Threads stand in line: a plain lock would hardly ever let one in beside a thread that runs round after round.
+        Raises RuntimeError in a forked process.
+        """
+        check_not_forked()
+        own = threading.Event()
+        try:
+            self._line.append(own)
+            self._line[0].set()  # this one, if no other thread is in line
+            own.wait()
+            yield
+        finally:  # also if a signal interrupts the waiting
+            self._line.remove(own)
+            with contextlib.suppress(IndexError):  # nobody waits
+                self._line[0].set()
 
     def add_request(self, request: Request | Prepared) -> int:
         """Queues a request and returns its ticket. Raises ValueError on a bad request, which affects no other."""
-        with self._lock.hold():
-            return self._add(request, self._inbox).ticket
+        return self._add(request, self._results).ticket
 
-    def _add(self, request: Request | Prepared, inbox: deque, at_once: int | None = None) -> Sequence:
+    def _add(
+        self, request: Request | Prepared, results: SimpleQueue[tuple[Sequence, Result]], at_once: int | None = None
+    ) -> Sequence:
+        check_not_forked()
         prepared = self.prepare(request, at_once)
         request, method = prepared.request, prepared.method
         sequence = Sequence(
@@ -603,13 +581,14 @@ class Engine:
             ticket=next(self._tickets),
             key=method.round_key(request),
             uses=method.uses(request),
-            seq_len=self.runners[method.family].seq_len,
+            seq_len=prepared.runner.seq_len,
             stats=RoundStats(guarantee=method.guarantee_of(request)),
             class_name=self.name_of(request),
             models=self._models_of(method.family),
             asked=prepared.asked,
-            inbox=inbox,
+            results=results,
         )
+        self._unfinished[sequence.ticket] = sequence
         self.scheduler.add(sequence)
         return sequence
 
@@ -629,42 +608,59 @@ class Engine:
             RuntimeError: a round of another thread failed. The next call returns the outputs finished before it.
         """
         self._check_open()
-        with self._lock.hold():
+        failure = None
+        with self._turn():
             try:
                 self._run_round()
-                outputs = {sequence.ticket: output for sequence, output in map(_delivered, self._inbox)}
-            except BaseException:  # reported now; the outputs finished before it stay for the next call
-                finished = [message for message in self._inbox if not isinstance(message[1], BaseException)]
-                self._inbox = deque(finished)
-                raise
-            self._inbox.clear()
-        return {ticket: output for ticket, output in outputs.items() if output is not None}
+            finally:  # outputs that were finished before an error stay for the next call
+                for sequence, result in _drained(self._results):
+                    if isinstance(result, Output):
+                        self._outputs[sequence.ticket] = result
+                    elif result is not None:
+                        failure = result
+            if failure:
+                raise _dropped(failure) from failure
+            outputs, self._outputs = self._outputs, {}
+            return outputs
+
+    def _deliver(self, sequence: Sequence, result: Result) -> bool:
+        """Puts the result of a sequence into its queue, unless it has one. Thread-safe. Returns whether it did."""
+        if self._unfinished.pop(sequence.ticket, None) is None:
+            return False
+        sequence.results.put((sequence, result))
+        return True
 
     @torch.inference_mode()
     def _run_round(self, on_decoded: Callable[[int], object] = lambda count: None) -> None:
-        """Runs one round of one kind of request, for a thread that holds the lock. `on_decoded` as in `Finisher.add`.
+        """Runs one round of one kind of request, in a turn. `on_decoded` as in `Finisher.add`.
 
         An error or interruption drops everything in flight.
         """
         watch = Stopwatch(self.device)
         try:
             self._free_cancelled()
-            admitted = self.scheduler.admit()
-            for family, runner in self.runners.items():
-                runner.admit([sequence for sequence in admitted if sequence.request.family == family])
+            self._admit()
             batch = self.scheduler.next()
             if batch:
-                self._advance(batch, watch, on_decoded)
+                finished = self._advance(batch, watch)
+                self.scheduler.release(finished)
+                self._decode(finished, on_decoded)
             # With nothing left to run there is no round to hide the decoding behind: wait for all images.
             for sequence, output in self._finisher.ready(wait=not len(self.scheduler)):
-                sequence.inbox.append((sequence, output))
+                self._deliver(sequence, output)
         except BaseException as error:  # an interrupted round leaves its sequences in an undefined state
             self._drop(error)
             raise
 
-    def _advance(self, batch: list[Sequence], watch: Stopwatch, on_decoded: Callable[[int], object]) -> None:
-        """Runs a round of sequences that share a key: draft, verify, commit. The finished ones free their slots."""
-        method, key = batch[0].method, batch[0].key
+    def _admit(self) -> None:
+        """Moves waiting sequences into free slots."""
+        admitted = self.scheduler.admit()
+        for family, runner in self.runners.items():
+            runner.admit([sequence for sequence in admitted if sequence.method.family == family])
+
+    def _advance(self, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+        """Drafts, verifies and commits tokens of sequences that share a key. Returns the finished sequences."""
+        method = batch[0].method
         runner = self.runners[method.family]
         finished = method.run_round(runner, batch, watch)
         watch.stop()  # on a GPU the round may still run: its seconds are read later
@@ -673,40 +669,46 @@ class Engine:
         for sequence in batch:
             if len(sequence.reached) < sequence.iteration:
                 sequence.reached.append(sequence.num_started)
-        self.scheduler.release(finished)
         if len(finished) == len(batch):
-            runner.forget(key)
+            runner.forget(batch[0].key)
+        return finished
+
+    def _decode(self, finished: list[Sequence], on_decoded: Callable[[int], object]) -> None:
+        """Begins to decode finished sequences, which share a runner."""
         # A sequence that was cancelled in the middle of its chains may still end its last iteration.
-        wanted = [sequence for sequence in finished if sequence not in self._cancelled]
+        wanted = [sequence for sequence in finished if sequence.ticket in self._unfinished]
         if wanted:
-            self._finisher.add(runner, wanted, on_decoded)
+            self._finisher.add(self.runners[wanted[0].method.family], wanted, on_decoded)
 
     def cancel(self, request: Request | int) -> bool:
-        """Cancels an unfinished request, given as the `Request` object itself or as its ticket. Thread-safe.
+        """Cancels a request without a result, given as the `Request` object itself or as its ticket.
 
-        The request gives no output; its slot is freed now or after the next round. Returns whether an unfinished
-        request was found; requests that a stream has not read yet do not count.
+        Any thread may call it, at any time; it waits for no round. The request gives no output, and its slot is freed
+        now or after the next round. Returns whether such a request was found; requests that a stream has not read yet
+        do not count.
         """
-        with self._lock.hold():
-            meant = [each for each in self._unfinished() if request is each.asked or request == each.ticket]
-            self._cancel(meant)
-        return bool(meant)
+        meant = []
+        for sequence in list(self._unfinished.values()):
+            if request is sequence.asked or request == sequence.ticket:
+                meant.append(sequence)
+        return self._cancel(meant) > 0
 
-    def _cancel(self, sequences: Collection[Sequence]) -> None:
-        """Cancels the unfinished ones of these sequences."""
-        for sequence in sequences:
-            if sequence in self.scheduler and sequence not in self._cancelled:
-                self._cancelled.add(sequence)
-                sequence.inbox.append((sequence, None))
-        self._free_cancelled()
+    def _cancel(self, sequences: Iterable[Sequence]) -> int:
+        """Cancels those of these sequences that have no result, and returns their number."""
+        cancelled = [sequence for sequence in sequences if self._deliver(sequence, None)]
+        self._cancelled.update(cancelled)
+        # In the middle of a round the next one frees the slots. Waiting here for a turn could be forever: the round may
+        # be this thread's, if the garbage collector closes a stream, or a signal handler cancels.
+        if cancelled and not self._line:
+            with self._turn():
+                self._free_cancelled()
+        return len(cancelled)
 
     def _free_cancelled(self) -> None:
         """Frees the slots of cancelled sequences, except those that unfinished chains will still write to."""
-        if not self._cancelled:
-            return
         for key, batch in list(self.scheduler.running.items()):
             if self._cancelled.issuperset(batch):  # all unfinished chains of this kind are theirs
-                self.runners[str(batch[0].request.family)].forget(key)
+                self.runners[batch[0].method.family].forget(key)
                 self.scheduler.release(list(batch))
         for sequence in list(self._cancelled):
             if sequence in self.scheduler and not sequence.num_under_way:
@@ -716,53 +718,38 @@ class Engine:
 
     def _drop(self, why: BaseException) -> None:
         """Drops everything in flight and reports the reason to everybody who waits for it."""
-        dropped = [*self._unfinished(), *self._finisher.sequences()]
         self.scheduler.clear()
         self._finisher.clear()
         self._cancelled.clear()
         for runner in self.runners.values():
             runner.clear()
-        for sequence in dropped:
-            sequence.inbox.append((sequence, why))
-
-    def _unfinished(self) -> list[Sequence]:
-        return [*self.scheduler.waiting, *self.scheduler.in_flight()]
+        for sequence in list(self._unfinished.values()):
+            self._deliver(sequence, why)
 
     @torch.inference_mode()
-    def so_far(self, sequences: list[Sequence]) -> list[Output]:
-        """The committed tokens of running sequences of one family as outputs, for a thread that holds the lock.
+    def so_far(self, sequences: Iterable[Sequence]) -> dict[Sequence, Output]:
+        """The committed tokens of those of these sequences, of one family, that are running.
 
         `token_cost` is NaN for tokens that are not committed. On a GPU some statistics are a few rounds late.
         """
-        if not sequences:
-            return []
-        runner = self.runners[sequences[0].method.family]
-        tokens, token_cost = map(torch.cat, zip(*map(runner.so_far, sequences)))
-        images = runner.decode(tokens)
-        if images is not None:
-            images = images.nan_to_num().cpu()
-        tokens, token_cost = tokens.cpu(), token_cost.cpu()
-        outputs = []
-        for i, sequence in enumerate(sequences):
-            output = Output(
-                request=sequence.request,
-                tokens=tokens[i],
-                image=None if images is None else images[i],
-                token_cost=token_cost[i],
-                stats=sequence.stats,
-                class_name=sequence.class_name,
-                models=sequence.models,
-            )
-            outputs.append(output)
-        return outputs
+        with self._turn():
+            in_flight = self.scheduler.in_flight()
+            running = [sequence for sequence in sequences if sequence in in_flight]
+            if not running:
+                return {}
+            runner = self.runners[running[0].method.family]
+            tokens, token_cost = map(torch.cat, zip(*map(runner.so_far, running)))
+            images = runner.decode(tokens)
+            if images is not None:
+                images = images.nan_to_num().cpu()
+            all_finite = torch.ones(len(running), runner.seq_len, dtype=torch.bool)  # errors are found at the end
+            made = _Made(tokens.cpu(), token_cost.cpu(), all_finite, images)
+        return dict(zip(running, _outputs(running, made)))
 
     def _preview(self, sequence: Sequence) -> Image.Image | None:
         """An image of a running sequence's committed tokens; None if it is not running or there is no decoder."""
-        with self._lock.hold():
-            if sequence not in self.scheduler.in_flight():
-                return None
-            (output,) = self.so_far([sequence])
-        return None if output.image is None else output.pil()
+        output = self.so_far([sequence]).get(sequence)
+        return None if output is None or output.image is None else output.pil()
 
     # Streams of outputs: whoever reads a stream runs rounds until an output of its own is there.
 
@@ -805,47 +792,41 @@ class Engine:
         indexed = enumerate(requests)
         num = len(requests) if isinstance(requests, Sized) else None
         bar = _Bar(progress, num)
+        results: SimpleQueue[tuple[Sequence, Result]] = SimpleQueue()
         own: dict[Sequence, int] = {}  # unfinished, with the indices of their requests
-        inbox: deque = deque()
         lost: dict[int, str] = {}  # errors of outputs that are not finite, by index
         bad: ValueError | None = None
         is_over = False  # no request is left to read
         finished = rounds = 0
         try:
             while own or not is_over:
-                fresh: list[Indexed] = []
                 if not is_over:
-                    # one request more than there are slots: if a round ends all sequences, the next round can begin
-                    # without waiting for their images
-                    room = max(0, 1 + self.num_slots - len(self.scheduler))
-                    fresh, bad = _read(indexed, room)
-                    is_over = len(fresh) < room
-                with self._lock.hold():
                     try:
-                        for index, request in fresh:
-                            own[self._add(request, inbox, num)] = index
+                        is_over = not self._read(indexed, own, results, num)
                     except ValueError as error:
                         bad, is_over = error, True
-                    if not rounds:
-                        bar.show(0, own)
-                    if not inbox:  # another thread's round may have finished an output of this stream
+                if not rounds:
+                    bar.show(0, own)
+                with self._turn():
+                    if results.empty():  # another thread's round may have finished an output of this stream
                         self._run_round(bar.add_decoded)
                 rounds += 1
-                # The lock is free here: a slow reader of this stream keeps no other thread from running rounds.
-                decoded = {sequence for sequence, _ in inbox}
-                bar.show(finished + len(decoded), own.keys() - decoded)
-                while inbox:
-                    sequence, output = _delivered(inbox.popleft())
+                # Other threads may run rounds now: a slow reader of this stream does not keep them waiting.
+                ended = dict(_drained(results))
+                bar.show(finished + len(ended), own.keys() - ended.keys())
+                for sequence, result in ended.items():
                     index = own.pop(sequence)
-                    if output is None:  # cancelled
+                    if result is None:  # cancelled
                         continue
+                    if isinstance(result, BaseException):
+                        raise _dropped(result) from result
                     finished += 1
-                    if output.error:
-                        lost[index] = output.error
+                    if result.error:
+                        lost[index] = result.error
                         continue
                     if on_progress:
-                        on_progress(sequence.asked, 1.0, output.pil)  # type: ignore[arg-type]
-                    yield index, output
+                        on_progress(sequence.asked, 1.0, result.pil)  # type: ignore[arg-type]
+                    yield index, result
                 if stop.is_set():
                     return
                 if on_progress and rounds % every == 0:
@@ -854,11 +835,30 @@ class Engine:
                         on_progress(sequence.asked, sequence.fraction_done, preview)  # type: ignore[arg-type]
         finally:
             bar.close()
-            with self._lock.hold():
-                self._cancel(own)
+            self._cancel(own)
         if bad:
             raise bad
         _raise_lost(lost)
+
+    def _read(
+        self,
+        requests: Iterator[tuple[int, Request | Prepared]],
+        own: dict[Sequence, int],
+        results: SimpleQueue[tuple[Sequence, Result]],
+        at_once: int | None,
+    ) -> bool:
+        """Queues the next requests of a stream, and adds them to `own`. Returns whether more may be left to read.
+
+        Raises ValueError if a request is bad.
+        """
+        # One request more than there are slots: if a round ends all sequences, the next round can begin without
+        # waiting for their images.
+        room = max(0, 1 + self.num_slots - len(self.scheduler))
+        num_read = 0
+        for index, request in itertools.islice(requests, room):
+            own[self._add(request, results, at_once)] = index
+            num_read += 1
+        return num_read == room
 
     async def stream_async(
         self,
@@ -957,7 +957,7 @@ class Engine:
             batch = tokens.unsqueeze(0) if is_single else tokens
             if batch.shape[1:] != shape or batch.is_floating_point() != own.is_floating_point():
                 continue
-            with self._lock.hold():
+            with self._turn():
                 images = runner.decode(batch.to(own))
             if images is None:
                 raise ValueError("there is no autoencoder or tokenizer: load one (vae) to decode tokens")
@@ -975,7 +975,7 @@ class Engine:
 
     def close(self) -> None:
         """Drops everything in flight and releases the models, as the end of a `with` block does."""
-        with self._lock.hold():
+        with self._turn():
             self._drop(RuntimeError(CLOSED))
             self._closed = True
             self.runners, self._models = {}, []
@@ -1003,16 +1003,15 @@ def _rounds_between(every: int) -> int:
     return every
 
 
-def _delivered(message: tuple[Sequence, Any]) -> tuple[Sequence, Output | None]:
-    """A message of an inbox: an output, or None if the request was cancelled.
+def _drained(results: SimpleQueue[tuple[Sequence, Result]]) -> Iterator[tuple[Sequence, Result]]:
+    """Takes everything out of a queue that no other thread reads."""
+    while not results.empty():
+        yield results.get()
 
-    Raises:
-        RuntimeError: the round failed, in another thread or for another stream.
-    """
-    sequence, result = message
-    if isinstance(result, BaseException):
-        raise RuntimeError(f"all requests in flight were dropped because of {result!r}") from result
-    return sequence, result
+
+def _dropped(why: BaseException) -> RuntimeError:
+    """The error of requests that a failed round, of another thread or for another stream, has ended."""
+    return RuntimeError(f"all requests in flight were dropped because of {why!r}")
 
 
 def _raise_lost(lost: Mapping[int, str]) -> None:

@@ -7,9 +7,9 @@ import dataclasses
 import itertools
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -321,7 +321,7 @@ class Sequence:
         method: the `cspd.method.Method` of the request. asked: the request as the user gave it.
         key: sequences with equal keys can share a round, even if their progress differs.
         uses: the models that the method needs in addition to the target, see `cspd.method.Method`.
-        inbox: receives the result of the request, see `cspd.engine`.
+        results: the queue for the result of the request, see `cspd.engine`.
         num_committed: tokens that have their final value, given tokens included.
         schedule: `num_committed` after each round, if it is known beforehand.
         num_under_way: tokens whose denoising chains have begun but not ended. `num_started` counts them and the
@@ -343,7 +343,7 @@ class Sequence:
     class_name: str = ""
     models: Mapping[str, object] = field(default_factory=dict)
     asked: Request | None = None
-    inbox: deque = field(default_factory=deque)
+    results: SimpleQueue = field(default_factory=SimpleQueue)
     iteration: int = 0
     num_committed: int = 0
     num_under_way: int = 0

@@ -8,6 +8,7 @@ import itertools
 import multiprocessing
 import pickle
 import random
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from cspd import engine as cspd_engine
 from cspd.continuous import tuning
 from cspd.continuous.tuning import Costs
 from cspd.device import Precision
-from cspd.engine import AHEAD, FairLock
+from cspd.engine import AHEAD
 from cspd.masked.orders import cosine
 from cspd.request import Stopwatch
 from mar import model
@@ -408,33 +409,115 @@ def test_an_engine_of_models_in_memory_is_not_pickled(copied):
         copied(Engine(VQModels(**toy_models()), max_batch=1, device="cpu"))
 
 
-def test_a_lock_is_fair_and_reentrant():
-    lock, order = FairLock(), []
+def endless(**settings):
+    return (Request(label=0, seed=seed, **SHARED | settings) for seed in itertools.count())
 
-    def run(name):
-        with lock.hold():
-            order.append(name)
 
-    with lock.hold(), lock.hold():
-        threads = [threading.Thread(target=run, args=[name]) for name in range(4)]
-        for number, thread in enumerate(threads):
-            thread.start()
-            while len(lock._waiting) < 2 + number:
-                pass
-        assert order == []
+@pytest.fixture
+def busy(models):
+    """An engine of which another thread reads a stream without an end, which still runs when the test ends."""
+    engine = Engine(models, max_batch=1, device="cpu")
+    begun, is_over = threading.Event(), threading.Event()
+
+    def run():
+        for _ in engine.stream(endless()):
+            begun.set()
+            if is_over.is_set():
+                return
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    begun.wait()
+    yield engine
+    is_over.set()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_threads_take_turns(models, monkeypatch):
+    """In the order in which they ask: one that has just run a round stands behind those that waited meanwhile."""
+    engine, turns = Engine(models, max_batch=1, device="cpu"), []
+    tokens = torch.zeros(engine.runner.seq_len, engine.runner.tokens.shape[-1])
+    threads = [threading.Thread(target=engine.decode, args=[tokens + number]) for number in range(4)]
+    really_admit, really_decode = engine.runner.admit, engine.runner.decode
+
+    def admit(sequences):
+        turns.append("round")
+        if len(turns) == 1:  # all of them ask in the middle of the first round
+            for number, thread in enumerate(threads):
+                thread.start()
+                while len(engine._line) < 2 + number:
+                    pass
+        really_admit(sequences)
+
+    def decode(tokens):
+        turns.append(int(tokens.mean()))
+        return really_decode(tokens)
+
+    monkeypatch.setattr(engine.runner, "admit", admit)
+    monkeypatch.setattr(engine.runner, "decode", decode)
+    engine.generate(requests_of(0, 1))
     for thread in threads:
         thread.join()
-    assert order == [0, 1, 2, 3]
+    assert turns[:6] == ["round", 0, 1, 2, 3, "round"]
 
 
-def test_an_interrupted_wait_for_the_lock_blocks_nobody(monkeypatch):
-    lock = FairLock()
-    with lock.hold(), monkeypatch.context() as patch, ThreadPoolExecutor(1) as other:
-        patch.setattr(lock._condition, "wait_for", fail)  # as a signal would
-        with pytest.raises(ZeroDivisionError):
-            other.submit(lock.hold().__enter__).result()
-    with lock.hold():
-        pass
+def test_an_interrupted_thread_blocks_nobody(busy):
+    """In the main thread, which is interrupted while it waits or computes; the other thread goes on."""
+    tokens = torch.zeros(busy.runner.seq_len, busy.runner.tokens.shape[-1])
+    main = threading.main_thread().ident
+    interrupting = threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT])
+    interrupting.start()
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            busy.decode(tokens)
+    for _ in range(3):
+        decoding = threading.Thread(target=busy.decode, args=[tokens], daemon=True)
+        decoding.start()
+        decoding.join(60)
+        assert not decoding.is_alive()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_stream_that_is_left_in_the_middle_of_a_round(own, models, monkeypatch):
+    """As the garbage collector may leave it: its sequences leave with the next round, and nothing waits for itself."""
+    engine = Engine(models, max_batch=2, device="cpu")
+    left = engine.stream(endless())
+    next(left)
+    advance = engine._advance
+
+    def leave(*args):
+        if own:
+            left.close()
+        else:
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(left.close).result()
+        return advance(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_advance", leave)
+        engine.step()
+    assert 0 < len(engine.scheduler) <= 2
+    engine.step()
+    assert not len(engine.scheduler) and sorted(engine.scheduler._free) == [0, 1]
+    assert_same(engine.generate(requests_of(0)), generated_alone(models, requests_of(0)))
+
+
+def test_a_request_whose_image_is_being_decoded_is_cancelled(models, monkeypatch):
+    """Then it gives no output, to a stream nor to a step; the others are there."""
+    engine = Engine(models, max_batch=3, device="cpu")
+    requests = requests_of(0)
+    tickets = [engine.add_request(request) for request in requests_of(1)]
+    decode, cancelled = engine.runner.decode, []
+
+    def decode_cancelled(tokens):
+        cancelled.extend([engine.cancel(requests[1]), engine.cancel(tickets[2])])
+        return decode(tokens)
+
+    monkeypatch.setattr(engine.runner, "decode", decode_cancelled)
+    outputs = engine.generate(requests)
+    assert [output.request.seed for output in outputs] == [0, 2] and engine.step().keys() == set(tickets[:2])
+    assert sum(cancelled) == 2  # each once, in the round that decoded it
 
 
 @pytest.mark.parametrize("settings", [SHARED, SPECULATIVE], ids=["ar", "speculative"])
@@ -645,7 +728,7 @@ def run(engine):
     while len(engine.scheduler):
         outputs += [(index_of[ticket], output) for ticket, output in engine.step().items()]
         counts.append(len(outputs))
-        assert len(engine._finisher.sequences()) <= AHEAD * engine.num_slots
+        assert len(REQUESTS) - len(outputs) - len(engine.scheduler) <= AHEAD * engine.num_slots
     return outputs, counts
 
 
@@ -676,13 +759,12 @@ def test_rounds_of_a_stream_do_not_wait_for_images(engine, slow, monkeypatch):
 def test_an_error_leaves_nothing_behind(engine, slow, failing, monkeypatch):
     for request in REQUESTS[:6]:
         engine.add_request(request)
-    engine.step()
-    assert len(engine._finisher.sequences()) == 1
+    assert engine.step() == {} and len(engine.scheduler) == 5  # an image is being decoded
     with monkeypatch.context() as patch:
         patch.setattr(Stopwatch if failing == "seconds" else engine.runner, failing, fail)
         with pytest.raises(ZeroDivisionError):
             finish(engine)
-    assert len(engine.scheduler) == len(engine._finisher.sequences()) == 0 and engine.step() == {}
+    assert len(engine.scheduler) == 0 and engine.step() == {}
     assert len(engine.generate(REQUESTS[:3])) == 3
 
 

@@ -457,7 +457,7 @@ class EngineLoop(Jobs):
                 outputs = self.engines[model].step()
             for ticket, output in outputs.items():
                 if ticket not in jobs:
-                    continue  # the client left while the image was being decoded
+                    continue  # finished before a round that failed, which ended its job
                 if output.error:
                     self._end(jobs[ticket], {"error": output.error})
                     continue
@@ -482,7 +482,7 @@ class EngineLoop(Jobs):
             except Exception as error:  # for example, out of memory for previews
                 self._fail(model, error)
                 continue
-            for sequence, output in zip(running, outputs):
+            for sequence, output in outputs.items():
                 jobs[sequence.ticket].tell(shown(output, sequence.fraction_done))
         now = time.monotonic()
         # a slow decoder reports less often, so that it does not slow down the rounds
