@@ -22,8 +22,8 @@ from cspd.discrete.gpt import GPT, Eagle
 from cspd.discrete.registry import gpt_spec
 from cspd.discrete.runner import VQRunner
 from cspd.gpu_check.models import random_model
-from cspd.method import PLAIN
 from cspd.request import Request
+from cspd.tuner import PLAIN
 
 CPU = torch.device("cpu")
 REPEATS = 5

@@ -869,8 +869,8 @@ BUGS = [
     Bug(
         "columns of an array are cached in the order of its memory",
         "cspd/files.py",
-        "np.ascontiguousarray(array) for name",
-        "array for name",
+        'np.asarray(value, order="C")',
+        "np.asarray(value)",
         "heads/test_calibration.py::test_columns_of_an_array_are_read_as_they_were_written",
     ),
     Bug(
@@ -954,10 +954,24 @@ BUGS = [
     # what is timed
     Bug(
         "times of a busy machine are cached",
-        "cspd/files.py",
-        'if getattr(found, "unsteadiness", 0.0) <= STEADY:',
-        "if True:",
+        "cspd/tuner.py",
+        "in_file=found.unsteadiness <= STEADY",
+        "in_file=True",
         "heads/test_tuning.py",
+    ),
+    Bug(
+        "times of another device are read",
+        "cspd/tuner.py",
+        "            **of_device(self.device),\n",
+        "",
+        "heads/test_tuning.py",
+    ),
+    Bug(
+        "times of a batch beyond the largest that was timed are too short",
+        "cspd/tuner.py",
+        " * np.maximum(1.0, np.divide(size, sizes[-1]))",
+        "",
+        "test_tuner.py",
     ),
     Bug(
         "the slower kind of round goes on",

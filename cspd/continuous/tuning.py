@@ -1,4 +1,4 @@
-"""Tuning of the head's samplers: fits to the models and costs of this device, made once and cached on disk."""
+"""Tuning of the head's samplers: fits to the models and times of this device, made once and cached on disk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from tqdm import tqdm
 
 from cspd import noise
 from cspd.continuous.rows import BASELINE, ContinuousRunner, Drawn, MakeRunner, Rows, run_plain_round
-from cspd.device import Precision, in_turns, seconds_of, send, unsteadiness
-from cspd.files import ArrayCache, Entry, content_hash, measured_once, of_device, remember, user_cache
+from cspd.device import Precision, seconds_of, send
+from cspd.files import Cache, Entry, content_hash, remember, user_cache
 from cspd.graphs import Graphs
 from cspd.heads.calibrated import (
     Plan,
@@ -47,100 +46,69 @@ from cspd.heads.chain import Chain, Inputs, Schedule
 from cspd.heads.samplers import ancestral, compiled_ancestral
 from cspd.heads.speculative import Chains
 from cspd.heads.verify import table_size
-from cspd.method import PLAIN, Choice, DraftChooser, choose_by_gain, is_enough
 from cspd.request import Request, Sequence, Stopwatch
 from cspd.terminal import Advance, counting, no_advance
-from mar.head import Head
+from cspd.tuner import PLAIN, Choice, Times, Tuner, choose_by_gain, in_turns, is_enough, unsteadiness
 
-# The window: a cost model of the head on this device, and the window that it recommends.
+# The window: times of the head on this device, and the window that they recommend.
 
-LARGEST = 1e18  # seconds, sizes or bytes
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 STEPS, WINDOW, PASSES = 128, 8, 12  # of the timed chains, which are too long to end in it
 ANCESTRAL_STEPS = STEPS // 4
 TURNS, PATIENCE = 5, 0.5  # sizes grow until one takes PATIENCE seconds
+SCHEMA = "cspd.head-times/1"
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Seconds of the head's work against its size.
+def head_seconds(times: Times, num_steps: int, rows: float, window: int, calls: Any = None) -> float:
+    """Predicted seconds of the chains of `rows` tokens in one batch; window 0 is ancestral.
 
-    Attributes:
-        rows: numbers of tokens at once; ancestral: seconds of a denoising step for each; start: seconds of starting
-            their speculative chains, divided by the denoising steps.
-        inputs: rows times window; round: seconds of a speculative pass for each.
-        table_size: rows times steps whose modulations fit into memory, see `cspd.heads.verify.table_size`.
-        unsteadiness: of these times, see `cspd.device.unsteadiness`.
+    Args:
+        times: of `time_head`. calls: head calls of some tokens at this window, as in `Calibration`.
     """
-
-    rows: list[int]
-    ancestral: list[float]
-    start: list[float]
-    inputs: list[int]
-    round: list[float]
-    table_size: int
-    unsteadiness: float = 0.0
-
-    def check(self) -> None:
-        """Raises ValueError unless the lists are as `measure` returns them: equally long, finite and not negative."""
-        lists = np.array([self.rows, self.ancestral, self.start, self.inputs, self.round], float)
-        if not lists.size or not ((lists >= 0) & (lists < LARGEST)).all():
-            raise ValueError(f"costs are not in 0..{LARGEST:g}")
-        if (np.diff(lists[[0, 3]]) <= 0).any():
-            raise ValueError("the sizes that were timed do not increase")
-
-    def head_seconds(self, num_steps: int, rows: float, window: int, calls: Any = None) -> float:
-        """Predicted seconds of the chains of `rows` tokens in one batch; window 0 is ancestral.
-
-        Args:
-            calls: head calls of some tokens at this window, as in `Calibration`.
-        """
-        if window == 0:
-            return num_steps * _interpolate(rows, self.rows, self.ancestral)
-        seconds = num_steps * _interpolate(rows, self.rows, self.start)
-        for num_calls in range(1, int(calls.max())):
-            share = (calls > num_calls).mean()  # of the tokens whose chains need more calls
-            chance = 1 - (1 - share) ** rows  # that at least one of the rows needs more
-            rows_left = rows * share / chance  # expected number of rows that do, if at least one does
-            seconds += chance * _interpolate(rows_left * window, self.inputs, self.round)
-        return seconds
-
-    def choose(self, num_steps: int, rows: float, calibrate: Callable[[], Calibration]) -> Choice:
-        """The fastest window for `rows` tokens at once, or ancestral sampling if the gain is too small.
-
-        Args:
-            calibrate: returns the calibration; called only if some window may be fast enough.
-        """
-        at_once = f"with {rows:.3g} token{'s' if rows > 1 else ''} at once"
-        too_large = rows * num_steps / max(1, self.table_size)
-        if too_large > 1:
-            table = f"{at_once} the head's table of {num_steps} steps"
-            return Choice(PLAIN, f"{table} needs {too_large:.2f} times the memory that it may take")
-        fewest = {window: np.array([1 + math.ceil((num_steps - 1) / window)]) for window in WINDOWS}
-        window, gain = self._fastest(num_steps, rows, fewest)
-        if not is_enough(gain):
-            return choose_by_gain({"window": window}, gain, f"{at_once} the head", at_best=True)
-        window, gain = self._fastest(num_steps, rows, dict(zip(WINDOWS, calibrate().calls)))
-        return choose_by_gain({"window": window}, gain, f"{at_once} the head")
-
-    def _fastest(self, num_steps: int, rows: float, calls: Mapping[int, np.ndarray]) -> tuple[int, float]:
-        """The window with the least predicted time, and its speed-up over ancestral sampling.
-
-        Args:
-            calls: head calls of some tokens, by window.
-        """
-        seconds = {
-            window: self.head_seconds(num_steps, rows, window, own)
-            for window, own in calls.items()
-            if window <= num_steps
-        }
-        best = min(seconds, key=seconds.__getitem__)
-        return best, self.head_seconds(num_steps, rows, 0) / seconds[best]
+    if window == 0:
+        return num_steps * times.seconds("ancestral", rows)
+    seconds = num_steps * times.seconds("start", rows)
+    for num_calls in range(1, int(calls.max())):
+        share = (calls > num_calls).mean()  # of the tokens whose chains need more calls
+        chance = 1 - (1 - share) ** rows  # that at least one of the rows needs more
+        rows_left = rows * share / chance  # expected number of rows that do, if at least one does
+        seconds += chance * times.seconds("round", rows_left * window)
+    return seconds
 
 
-def _interpolate(size: float, sizes: list[int], seconds: list[float]) -> float:
-    """Linear between measured sizes, constant below the smallest, proportional above the largest."""
-    return float(np.interp(size, sizes, seconds)) * max(1.0, size / sizes[-1])
+def choose_window(times: Times, most: int, num_steps: int, rows: float, calibrate: Callable[[], Calibration]) -> Choice:
+    """The fastest window for `rows` tokens at once, or ancestral sampling if the gain is too small.
+
+    Args:
+        times: of `time_head`. most: rows times steps whose modulations fit into memory, see `table_size`.
+        calibrate: returns the calibration; called only if some window may be fast enough.
+    """
+    at_once = f"with {rows:.3g} token{'s' if rows > 1 else ''} at once"
+    too_large = rows * num_steps / max(1, most)
+    if too_large > 1:
+        table = f"{at_once} the head's table of {num_steps} steps"
+        return Choice(PLAIN, f"{table} needs {too_large:.2f} times the memory that it may take")
+    fewest = {window: np.array([1 + math.ceil((num_steps - 1) / window)]) for window in WINDOWS}
+    window, gain = _fastest(times, num_steps, rows, fewest)
+    if not is_enough(gain):
+        return choose_by_gain({"window": window}, gain, f"{at_once} the head", at_best=True)
+    window, gain = _fastest(times, num_steps, rows, dict(zip(WINDOWS, calibrate().calls)))
+    return choose_by_gain({"window": window}, gain, f"{at_once} the head")
+
+
+def _fastest(times: Times, num_steps: int, rows: float, calls: Mapping[int, np.ndarray]) -> tuple[int, float]:
+    """The window with the least predicted time, and its speed-up over ancestral sampling.
+
+    Args:
+        calls: head calls of some tokens, by window.
+    """
+    seconds = {
+        window: head_seconds(times, num_steps, rows, window, own)
+        for window, own in calls.items()
+        if window <= num_steps
+    }
+    best = min(seconds, key=seconds.__getitem__)
+    return best, head_seconds(times, num_steps, rows, 0) / seconds[best]
 
 
 class _AcceptAll:
@@ -152,25 +120,30 @@ class _AcceptAll:
         return x, eps_t, torch.zeros_like(uniform)
 
 
-@torch.inference_mode()
-def measure(
-    head: Head,
-    guided: bool,
-    device: torch.device,
-    precision: Precision,
-    compiled: bool = False,
-    graphs: bool | None = None,
-) -> Costs:
-    """Times the ancestral chain and speculative passes on random conditions; a second or two for small heads.
+def head_times(tuner: Tuner, head: Any, guided: bool, about: object, again: bool = False) -> Times:
+    """The times of a head on a tuner's device: from the cache, or measured (`again`); a second or two for small heads.
 
     Args:
-        compiled, graphs: as in `cspd.engine.Engine`.
+        about: a plain value, by which the times of this head are found.
     """
+    settings = {"schema": SCHEMA, "head": about, "guided": guided}
+    return tuner.times(settings, functools.partial(time_head, tuner, head, guided), "timing this device, once", again)
+
+
+@torch.inference_mode()
+def time_head(tuner: Tuner, head: Any, guided: bool) -> Times:
+    """Times the ancestral chain and speculative passes on random conditions.
+
+    Returns:
+        By the number of tokens at once, "ancestral": a denoising step; "start": the start of speculative chains,
+        divided by their steps. By this number times the window, "round": a speculative pass.
+    """
+    device, precision = tuner.device, tuner.precision
     num_branches, generator = 2 if guided else 1, torch.Generator().manual_seed(0)
     s = head.schedule(STEPS)
     made = draft_table(*frozen(s, WINDOW), s, WINDOW, 1.0)
     table = send({"table": made}, device)["table"]
-    runner = Graphs(device, graphs)
+    runner = Graphs(device, tuner.graphs)
     measured: dict[str, list[float]] = {"ancestral": [], "start": [], "round": []}
     rows: list[int] = []
     unsteady = 0.0
@@ -179,19 +152,21 @@ def measure(
         if rows and size * STEPS > limit:
             break
         z = torch.randn(num_branches, size, head.cond_dim, generator=generator).to(device)
-        chains = Chains(head, s, table, precision, _AcceptAll, graphs=runner, compiled=compiled)
-        times = _time_one_size(chains, z, runner, compiled)
-        for name, seconds in times.items():
+        chains = Chains(head, s, table, precision, _AcceptAll, graphs=runner, compiled=tuner.compiled)
+        seconds_of_size = _time_one_size(chains, z, runner, tuner.compiled)
+        for name, seconds in seconds_of_size.items():
             smaller = measured[name][-1:]
             # a window stays for a whole image: it must be faster than baseline sampling that nobody disturbs
             typical = min(seconds) if name == "ancestral" else statistics.median(seconds)
             measured[name].append(max([typical, *smaller]))  # a larger size is never faster, except by noise
-        unsteady = max(unsteady, unsteadiness(times.values()))
+        unsteady = max(unsteady, unsteadiness(seconds_of_size.values()))
         rows.append(size)
         if measured["start"][-1] * STEPS > PATIENCE:
             break
-    inputs = [size * WINDOW for size in rows]
-    return Costs(rows=rows, inputs=inputs, table_size=limit, unsteadiness=unsteady, **measured)
+    sizes = {"ancestral": rows, "start": rows, "round": [size * WINDOW for size in rows]}
+    times = Times({name: np.array([sizes[name], seconds]) for name, seconds in measured.items()})
+    times.unsteadiness = unsteady
+    return times
 
 
 def _time_one_size(chains: Chains, z: Tensor, graphs: Graphs, compiled: bool) -> dict[str, list[float]]:
@@ -362,16 +337,15 @@ class Fitted:
         )
 
 
-# Fits to the models, and the costs of this device.
+# Fits to the models, and the times of this device.
 #
 # Both are made on first use and cached on disk: calibrations beside the checkpoint, or else in the user's cache folder,
-# and costs in the user's cache folder. The key of an entry has everything that it depends on. The bundled checkpoints
+# and times in the user's cache folder. The key of an entry has everything that it depends on. The bundled checkpoints
 # come with calibrations for their usual settings (scripts/bundle_calibrations.py).
 
 # the time of a fit in units of one trace, without its traces, and the traces that it needs: measured with `digits32`
 WORK = {Calibration: 0.15, Predictor: 0.3, Shortcut: 0.9}
 TRACES = {Calibration: (SEEN,), Predictor: (SEEN, CHOOSING), Shortcut: PARTS}
-COSTS_SCHEMA = "cspd.costs/4"  # 4: medians of turns, and of a steady machine only
 SCHEMAS = {Calibration: "cspd.calibration/1", Predictor: "cspd.predictor/1", Shortcut: "cspd.shortcut/2"}
 
 
@@ -383,13 +357,12 @@ SEARCHED = """
 SEARCHED_WINDOWS = "speculative:window=4 speculative:window=8 speculative:window=16 speculative:window=24 "
 
 
-class Tuning(DraftChooser):
-    """Calibrations and costs, each made on first use, and the choice of a window by them.
+class Tuning(Tuner):
+    """Calibrations and times of a diffusion head, each made on first use, and the choice of a window by them.
 
     Args:
-        target, draft: the models. device, precision, compiled, graphs: how they run.
-        make_runner: makes a model runner of one model, whose samples the drafts are fitted to.
-        cache: a folder to look for calibrations in, before the user's cache folder.
+        target, draft: the models. cache: a folder to look for calibrations in, before the user's cache folder.
+        make_runner: makes a model runner of one model, whose samples the drafts are fitted to. Others as in `Tuner`.
 
     Attributes:
         planner: plans the method `budget`, if the family has it.
@@ -408,16 +381,14 @@ class Tuning(DraftChooser):
         cache: Path | None,
         make_runner: MakeRunner,
     ) -> None:
-        super().__init__()
-        self.target, self.device, self.precision = target, device, precision
-        self.compiled, self.graphs = compiled, graphs
+        super().__init__(device, precision, compiled, graphs)
+        self.target = target
         folders = [folder for folder in (cache, user_cache()) if folder]
         self.calibrations = {
             name: Calibrations(model, device, precision, folders, make_runner)
             for name, model in (("target", target), ("draft", draft))
             if model is not None
         }
-        self._costs: dict[bool, Costs] = {}
 
     @staticmethod
     def fitted(runner: ContinuousRunner, model: str, sequence: Sequence) -> Fitted:
@@ -427,13 +398,19 @@ class Tuning(DraftChooser):
             state["fitted", model] = Fitted(runner, model, sequence)
         return state["fitted", model]
 
-    def costs(self, guided: bool, again: bool = False) -> Costs:
-        """The head's costs on this device, measured on first use or `again`; cached in the user's cache folder."""
-        if guided not in self._costs or again:
-            self._costs[guided] = measured_costs(
-                self.target.head, guided, self.device, self.precision, self.compiled, self.graphs, user_cache(), again
-            )
-        return self._costs[guided]
+    def head_times(self, guided: bool, again: bool = False) -> Times:
+        """The times of the target's head, see `head_times`."""
+        head = self.target.head
+        about = [head.channels, head.width, len(head.res_blocks), head.cond_dim]
+        return head_times(self, head, guided, about, again)
+
+    def window(self, request: Request, rows: float) -> Choice:
+        """The fastest window for `rows` tokens at once, and the reason."""
+        head = self.target.head
+        most = table_size(head, 2 if request.guided else 1, self.precision)
+        num_steps = len(head.schedule(request.num_sampling_steps))
+        calibrate = functools.partial(self.calibrations["target"].get, request)
+        return choose_window(self.head_times(request.guided), most, num_steps, rows, calibrate)
 
     def _kind(self, request: Request, num_slots: int) -> tuple:
         return *super()._kind(request, num_slots), request.num_generated(self.target.config.seq_len)
@@ -446,9 +423,7 @@ class Tuning(DraftChooser):
             return Choice(PLAIN, f"{settings}: there is nothing to draft")
         num_generated = request.num_generated(self.target.config.seq_len)
         own_rows = request.gamma or num_generated / (request.num_iter or num_generated)
-        rows = num_slots * own_rows  # denoised at once, over all slots
-        calibrate = functools.partial(self.calibrations["target"].get, request)
-        choice = self.costs(request.guided).choose(num_steps, rows, calibrate)
+        choice = self.window(request, num_slots * own_rows)  # denoised at once, over all slots
         if choice.config == PLAIN:
             return choice
         return Choice(
@@ -469,7 +444,7 @@ class Calibrations:
         self, model: Any, device: torch.device, precision: Precision, folders: list[Path], make_runner: MakeRunner
     ) -> None:
         self.model, self.device, self.precision, self.make_runner = model, device, precision, make_runner
-        self._cache = ArrayCache(folders)
+        self._cache = Cache(folders)
         self._weights: str | None = None
         self._plans: dict[tuple, Plan] = {}
         self._segments: dict[str, list[Segment]] = {}
@@ -610,30 +585,3 @@ class Calibrations:
         if self._traces[0] != settings:
             self._traces = settings, {}
         return self._traces[1]
-
-
-def measured_costs(
-    head: Head,
-    guided: bool,
-    device: torch.device,
-    precision: Precision,
-    compiled: bool,
-    graphs: bool,
-    folder: Path,
-    again: bool = False,
-) -> Costs:
-    """The costs of a head's size on this device: from `folder`, or measured (`again`) and cached there."""
-    key = {
-        "schema": COSTS_SCHEMA,
-        **of_device(device),
-        "precision": precision.policy,
-        "head": [head.channels, head.width, len(head.res_blocks), head.cond_dim],
-        "guided": guided,
-        "compiled": compiled,
-        "graphs": graphs,
-    }
-
-    def timed() -> Costs:
-        return measure(head, guided, device, precision, compiled, graphs)
-
-    return measured_once(Costs, key, timed, "timing this device, once", folder, again)

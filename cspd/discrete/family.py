@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.device import Precision, check_fits, free_bytes, in_turns, seconds_of, unsteadiness
+from cspd.device import Precision, check_fits, free_bytes, seconds_of
 from cspd.discrete.batch import Batch
 from cspd.discrete.drafts import (
     DRAFTS,
@@ -36,23 +37,15 @@ from cspd.discrete.rules import DIALS, MIXED, rule_of
 from cspd.discrete.runner import VQRunner
 from cspd.discrete.text import TextEncoder
 from cspd.discrete.zipar import ZIPAR
-from cspd.files import content_hash, keep, measured_before, measured_once, of_device, remember, user_cache
+from cspd.files import Cache, content_hash, remember, user_cache
 from cspd.graphs import Graphs
-from cspd.method import (
-    PLAIN,
-    Choice,
-    DraftChooser,
-    DraftConfig,
-    Method,
-    choose_by_gain,
-    find,
-    is_enough,
-    register_family,
-)
+from cspd.heads.calibration import Price
+from cspd.method import Method, find, register_family
 from cspd.models import NO_NAMES, ClassNames
 from cspd.option import BUDGET, Option
 from cspd.request import Request, Sequence, Stopwatch
-from cspd.terminal import Advance, ask, counting, no_advance
+from cspd.terminal import Advance, ask, counting, no_advance, telling
+from cspd.tuner import PLAIN, Choice, DraftConfig, Times, Tuner, choose_by_gain, in_turns, is_enough, unsteadiness
 
 # Tokens per round are counted on a coarse grid of sampling settings, so that moving a slider seldom needs a new count.
 
@@ -370,8 +363,7 @@ SPECULATIVE = Method(
 # user's cache directory; the bundled models come with counts at their usual settings. All configurations generate the
 # images of `ar`: the choice decides only how long they take.
 
-SCHEMA, PRICES_SCHEMA = "cspd.vq-costs/1", "cspd.vq-prices/1"
-SECONDS_SCHEMA = "cspd.vq-seconds/1"
+COUNTS_SCHEMA, PRICES_SCHEMA, TIMES_SCHEMA = "cspd.vq-counts/1", "cspd.vq-prices/2", "cspd.vq-times/1"
 MOST_CODES = 6.0  # the largest plausible mean of tokens per round: the largest ever measured is 4.3
 LARGEST = 1e9
 TURNS = 12  # how often a round is timed
@@ -412,22 +404,15 @@ def farthest(config: DraftConfig) -> float:
     return min(MOST_CODES, 1.0 + config.get("gamma", config["window"]))
 
 
-@dataclass(frozen=True)
-class Rounds:
-    """A measurement of draft configurations.
+class TokensPerRound(NamedTuple):
+    """The mean number of tokens that a round of a draft configuration commits."""
 
-    Attributes:
-        values: by name, seconds per round or tokens per round.
-        unsteadiness: of the seconds, see `cspd.device.unsteadiness`.
-    """
+    mean: float
 
-    values: dict[str, float]
-    unsteadiness: float = 0.0
-
-    def check(self) -> None:
-        """Raises ValueError unless all values are positive and finite: they are used as divisors."""
-        if not all(0 < value < LARGEST for value in self.values.values()):
-            raise ValueError(f"expected values in 0..{LARGEST:g}, got {self.values}")
+    def check(self, *_: int) -> None:
+        """Raises ValueError unless it is positive and finite: it is used as a divisor."""
+        if not 0 < self.mean < LARGEST:
+            raise ValueError(f"expected tokens per round in 0..{LARGEST:g}, got {self.mean}")
 
 
 def typical_seconds(times: Mapping[str, list[float]]) -> dict[str, float]:
@@ -475,26 +460,13 @@ def fastest(
     return choose_by_gain(by_name[best], gains[best], f"{at_once} {best}")
 
 
-@dataclass(frozen=True)
-class RulePrice:
-    """The measured price of a rule, nats per token, and its standard error; None if it is infinite."""
-
-    nats: float | None
-    error: float | None
-
-    def check(self) -> None:
-        """Raises ValueError unless both are numbers from 0 on, or both None."""
-        values: Any = self.nats, self.error
-        if values != (None, None) and not all(0 <= value < LARGEST for value in values):
-            raise ValueError(f"expected values in 0..{LARGEST:g}, got {self}")
-
-
-class Tuning(DraftChooser):
+class Tuning(Tuner):
     """Chooses draft configurations, and parameters of rules, from measurements that are made on first use.
 
     Args:
-        target, eagle, text_encoder, draft, tokenizer: the models. device, precision, compiled, graphs: how they run.
-        calibrations: a directory with counts of tokens per round, read before the user's cache directory.
+        target, eagle, text_encoder, draft, tokenizer: the models.
+        calibrations: a directory with counts of tokens per round, read before the user's cache directory. Others as in
+            `Tuner`.
     """
 
     def __init__(
@@ -510,12 +482,11 @@ class Tuning(DraftChooser):
         draft: GPT | None = None,
         tokenizer: VQModel | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(device, precision, compiled, graphs)
         self.target, self.eagle = target, eagle
         self.text_encoder = cast(TextEncoder, text_encoder)  # may be None: there are then no prompts
         self.draft, self.tokenizer = draft, tokenizer
-        self.device, self.precision, self.compiled, self.graphs = device, precision, compiled, graphs
-        self._calibrations = calibrations
+        self._bundled = Cache([calibrations] if calibrations else [])
         self._hashes: dict[str, str] = {}
         self._races: dict[Hashable, Race] = {}
 
@@ -551,40 +522,40 @@ class Tuning(DraftChooser):
 
     def seconds(self, request: Request, num_slots: int, by_name: Mapping[str, DraftConfig]) -> dict[str, float]:
         """Seconds per round of each configuration, with `num_slots` sequences half-way through an image."""
-        key = {
-            "schema": SECONDS_SCHEMA,
-            **of_device(self.device),
-            "precision": self.precision.policy,
-            "compiled": self.compiled,
-            "graphs": self.graphs,
+        settings = {
+            "schema": TIMES_SCHEMA,
             "models": [str(model and model.config) for model in (self.target, self.eagle)],
             "slots": num_slots,
             "text": self._text_length(request),
             "guided": request.guided,
             "greedy": request.temperature == 0,
             "filters": bool(request.top_k) or request.top_p < 1,
-            "seconds of": list(by_name),
+            "works": list(by_name),
         }
 
-        def measure() -> Rounds:
+        def measure() -> Times:
             requests = {name: request.but(**config) for name, config in by_name.items()}
-            times = round_seconds(self._runner(num_slots), requests)
-            return Rounds(typical_seconds(times), unsteadiness(times.values()))
+            measured = round_seconds(self._runner(num_slots), requests)
+            typical = typical_seconds(measured)
+            times = Times({name: np.array([[num_slots], [seconds]]) for name, seconds in typical.items()})
+            times.unsteadiness = unsteadiness(measured.values())
+            return times
 
-        return measured_once(Rounds, key, measure, "timing this device, once", user_cache()).values
+        times = self.times(settings, measure, "timing this device, once")
+        return {name: float(times.seconds(name, num_slots)) for name in by_name}
 
     def tokens_per_round(self, request: Request, some: list[DraftConfig]) -> dict[str, float]:
         """The mean of tokens per round of some configurations, for whole images at settings near the request's."""
         request = on_grid(request)
-        folders = [folder for folder in (self._calibrations, user_cache()) if folder is not None]
         tokens = {}
         missing = []
         for config in some:
-            found = measured_before(Rounds, self._key(request, config), folders)
+            key = self._key(request, config)
+            found = self._bundled.find(TokensPerRound, key) or self.cache.find(TokensPerRound, key)
             if found is None:
                 missing.append(config)
             else:
-                tokens[name_of(config)] = found.values["codes"]
+                tokens[name_of(config)] = found.mean
 
         if missing:
             ask(begins=True)
@@ -594,7 +565,7 @@ class Tuning(DraftChooser):
         with counting(f"{message} (stored in {user_cache()})", work) as advance:
             for config in missing:
                 count = tokens_per_round(self._runner(IMAGES), request.but(**config), advance)
-                keep(self._key(request, config), Rounds({"codes": count}), user_cache())
+                self.cache.put(TokensPerRound(count), self._key(request, config))
                 tokens[name_of(config)] = count
         return tokens
 
@@ -606,13 +577,12 @@ class Tuning(DraftChooser):
         name, values = DIALS[request.rule]
 
         def is_beyond(value: float) -> bool:
-            nats = self.price(request.but(**{name: value})).nats
-            return nats is None or nats > request.budget
+            return self.price(request.but(**{name: value})).divergence > request.budget
 
         count = bisect.bisect_left(values, True, key=is_beyond) if request.budget else 0
         return {name: values[count - 1]} if count else {"rule": "exact"}
 
-    def price(self, request: Request) -> RulePrice:
+    def price(self, request: Request) -> Price:
         """The price of a request's rule with its parameters, on a few whole images at settings near the request's."""
         request = on_grid(request)
         method = find(str(request.method), "VQ")
@@ -626,23 +596,22 @@ class Tuning(DraftChooser):
             "settings": {name: value for name, value in request.settings.items() if name != BUDGET.name},
         }
 
-        def measure() -> RulePrice:
-            ask(begins=True)
-            stats = [sequence.stats for sequence in whole_images(self._runner(PRICED), method, request)]
+        def measure() -> Price:
+            with telling(f"measuring the price of {request.rule} for this model, once"):
+                stats = [sequence.stats for sequence in whole_images(self._runner(PRICED), method, request)]
             audits: list[Any] = [own.audit for own in stats]
             if None in audits:
-                return RulePrice(None, None)
-            return RulePrice(statistics.mean(audits), statistics.stdev(audits) / len(audits) ** 0.5)
+                return Price(math.inf, math.inf)
+            return Price(statistics.mean(audits), statistics.stdev(audits) / len(audits) ** 0.5)
 
-        what = f"measuring the price of {request.rule} for this model, once"
-        return measured_once(RulePrice, key, measure, what, user_cache())
+        return self.cache.get(Price, key, measure)
 
     def _key(self, request: Request, config: DraftConfig) -> dict:
         """Everything that tokens per round depend on. Rounding is left out, so that one count serves all devices."""
         # only the weights that the configuration uses, by content, so that a copied file counts as the same
         models = ["target", *sorted(SPECULATIVE.uses(request.but(**config)))]
         return {
-            "schema": SCHEMA,
+            "schema": COUNTS_SCHEMA,
             "precision": self.precision.policy,
             "weights": [self._hash(model) for model in models],
             **{name: getattr(request, name) for name in SETTINGS},

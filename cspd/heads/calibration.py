@@ -121,6 +121,11 @@ class Price(NamedTuple):
         divergence, error = other
         return Price(self.divergence + divergence, float(np.hypot(self.error, error)))
 
+    def check(self, *_: int) -> None:
+        """Raises ValueError unless both are numbers from 0 on; they may be infinite."""
+        if not all(value >= 0 for value in self):  # NaN is not
+            raise ValueError(f"expected a price and its error from 0 on, got {self}")
+
 
 def price_of(nats: Tensor, image: Tensor) -> Price:
     """The price of tokens with divergences `nats` [N], each of an `image`, int64 [N] (its seed).

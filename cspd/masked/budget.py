@@ -1,4 +1,4 @@
-"""The method `budget`: measures prices and costs of MAR's approximations, makes plans of them, and audits runs."""
+"""The method `budget`: measures prices and times of MAR's approximations, makes plans of them, and audits runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,21 +17,22 @@ from torch import Tensor
 
 from cspd import noise
 from cspd.continuous.rows import Rows, full_conditions
-from cspd.continuous.tuning import TRACE_SEED, traced
-from cspd.device import in_turns, seconds_of, send_integers, unsteadiness
-from cspd.files import measured_once, of_device, remember, user_cache
+from cspd.continuous.tuning import TRACE_SEED, head_seconds, traced
+from cspd.device import seconds_of, send_integers
+from cspd.files import remember
 from cspd.graphs import Graphs
 from cspd.heads.calibrated import Predictor, follow, make_segments, plan_of
-from cspd.heads.calibration import WINDOWS, Price, Trace, check_arrays, joined, price_of
+from cspd.heads.calibration import WINDOWS, Price, Trace, joined, price_of
 from cspd.heads.chain import Chain, Inputs, Schedule, is_full_call
 from cspd.heads.prices import of_calls, of_conditions
 from cspd.masked.backbones import conditions
 from cspd.masked.orders import timetable
-from cspd.masked.plan import EXACT, JOINED, LAZY, Plan, Prices, RoundCosts, best_plan, factors
+from cspd.masked.plan import EXACT, JOINED, LAZY, Plan, Prices, best_plan, chain_seconds, factors
 from cspd.masked.runner import MARRunner
 from cspd.option import BUDGET, MAR_OPTIONS
 from cspd.request import Request, Sequence
 from cspd.terminal import Advance, counting, no_advance
+from cspd.tuner import Times, in_turns, unsteadiness
 
 # Exact images are sampled once, with their chains. Whatever their later tokens are, the state of an image at iteration
 # k is its first tokens in generation order. So each backbone can be evaluated at every iteration of the same images,
@@ -219,16 +219,16 @@ def exact_requests(request: Request, seq_len: int, num_classes: int) -> list[Req
     return [Request(label, TRACE_SEED * 2 + i, "ar", **common) for i, label in enumerate(labels)]
 
 
-# The costs of rounds on this device.
+# The times of rounds on this device.
 
 TIMED = 6  # iterations of which the backbone is timed
 TURNS = 4
 CALLS = 10  # head calls of the chains that are timed
-COSTS_SCHEMA, PRICES_SCHEMA, PLAN_SCHEMA = "cspd.round_costs/5", "cspd.prices/5", "cspd.plan_price/3"
+TIMES_SCHEMA, PRICES_SCHEMA, PLAN_SCHEMA = "cspd.round-times/1", "cspd.prices/5", "cspd.plan_price/4"
 
 
 @torch.inference_mode()
-def time_rounds(replay: Replay, predictor: Predictor) -> RoundCosts:
+def time_rounds(replay: Replay, predictor: Predictor) -> Times:
     """Times the backbone and head calls of a batch that fills a replay's slots, whatever its tokens are."""
     runner, num_iter = replay.runner, replay.num_iter
     request = replay.batch[0].request
@@ -237,28 +237,29 @@ def time_rounds(replay: Replay, predictor: Predictor) -> RoundCosts:
     several = counts.max() * np.array([1, 4, 1 + JOINED])
     sizes = np.unique([counts.min(), *several.clip(max=counts.sum())]) * len(replay.batch)
 
-    works: dict[tuple, Callable[[], float]] = {}
+    works: dict[tuple[str, int], Callable[[], float]] = {}
     for iteration in iterations:
         works["full", iteration] = functools.partial(_time_full, replay, iteration)
         for i, settings in enumerate(LAZY):
-            works["lazy", i, iteration] = functools.partial(_time_lazy, replay, iteration, settings)
+            works[f"lazy {i}", iteration] = functools.partial(_time_lazy, replay, iteration, settings)
     num_calls = min(CALLS, len(runner.target.head.schedule(request.num_sampling_steps)))
     for size in map(int, sizes):
-        for null_every in (1, num_calls):
+        for name, null_every in (("complete", 1), ("mixed", num_calls)):
             chains = _calls(runner, predictor, request, size, null_every)
-            works["calls", size, null_every] = functools.partial(seconds_of, chains, runner.device)
-    times = in_turns(works, TURNS)
+            works[name, size] = functools.partial(seconds_of, chains, runner.device)
+    measured = in_turns(works, TURNS)
 
-    seconds = {name: statistics.median(own) for name, own in times.items()}
-    full = [seconds["full", iteration] for iteration in iterations]
-    lazy = [[seconds["lazy", i, iteration] for iteration in iterations] for i in range(len(LAZY))]
-    both, one = [], []
-    for size in sizes:
-        chains_of = seconds["calls", size, 1], seconds["calls", size, num_calls]
-        of_both, of_one = seconds_of_calls(*chains_of, num_calls, 2 if request.guided else 1)
-        both.append(of_both)
-        one.append(of_one)
-    return RoundCosts(iterations, full, lazy, sizes.tolist(), both, one, unsteadiness(times.values()))
+    seconds = {work: statistics.median(own) for work, own in measured.items()}
+    num_branches = 2 if request.guided else 1
+    of_calls = [
+        seconds_of_calls(seconds["complete", size], seconds["mixed", size], num_calls, num_branches) for size in sizes
+    ]
+    times = Times({name: np.array([sizes, own]) for name, own in zip(("both", "one"), zip(*of_calls))})
+    for name in ("full", *(f"lazy {i}" for i in range(len(LAZY)))):
+        own = [seconds[name, iteration] for iteration in iterations]
+        times[name] = np.array([1 + np.array(iterations), own])
+    times.unsteadiness = unsteadiness(measured.values())
+    return times
 
 
 def _time_full(replay: Replay, iteration: int) -> float:
@@ -310,7 +311,7 @@ def _draw(runner: MARRunner, s: Schedule, segments: list, *inputs: Tensor) -> Te
         return follow(Chain(runner.target.head, s, Inputs(*inputs), noise, runner.precision), segments)
 
 
-# The plans of requests (`cspd.masked.plan`), from prices and costs that are measured on first use.
+# The plans of requests (`cspd.masked.plan`), from prices and times that are measured on first use.
 
 SHOWN = (
     "rounds",
@@ -329,17 +330,6 @@ KEPT = (BUDGET.name, *(option.name for option in MAR_OPTIONS))  # settings that 
 TRIES = 5  # plans whose price as a whole is measured; each time the parts may cost less
 
 
-@dataclass(frozen=True)
-class PlanPrice:
-    """price: float32 [2], of a plan as a whole, and its standard error."""
-
-    price: np.ndarray
-
-    def check(self, *_: int) -> None:
-        """Raises ValueError unless shape, type and range are right."""
-        check_arrays("the price of a plan", vars(self), {"price": (np.float32, (2,), 0, np.inf)})
-
-
 class ExactImages(NamedTuple):
     """Requests of `ar`, their tokens [B, L, d], and the chains of these in the order of iterations."""
 
@@ -349,7 +339,7 @@ class ExactImages(NamedTuple):
 
 
 class Planner:
-    """The prices of a target, the costs of its rounds on this device, and the plans that follow from them.
+    """The prices of a target, the times of its rounds on this device, and the plans that follow from them.
 
     Args:
         tuning: the `cspd.continuous.tuning.Tuning` of the target.
@@ -378,24 +368,19 @@ class Planner:
         with counting(what, 1) as advance:
             return measure(replay, predictor, s, advance)
 
-    def round_costs(self, request: Request, num_slots: int) -> RoundCosts:
-        """The costs of rounds of `num_slots` images on this device; measured on first use and cached."""
-        model = self.target
-        key = {
-            "schema": COSTS_SCHEMA,
-            **of_device(self.device),
-            "precision": self.precision.policy,
-            "model": dataclasses.asdict(model.config),
+    def round_times(self, request: Request, num_slots: int) -> Times:
+        """The times of rounds of `num_slots` images on this device; measured on first use and cached."""
+        config = self.target.config
+        settings = {
+            "schema": TIMES_SCHEMA,
+            "model": dataclasses.asdict(config),
             "guided": request.guided,
-            "settings": [request.num_iter, request.num_generated(model.config.seq_len), num_slots],
-            "compiled": self.tuning.compiled,
-            "graphs": self.tuning.graphs,
+            "settings": [request.num_iter, request.num_generated(config.seq_len), num_slots],
         }
-        return measured_once(
-            RoundCosts, key, lambda: self._time(request, num_slots), "timing rounds of this device, once", user_cache()
-        )
+        measure = functools.partial(self._time, request, num_slots)
+        return self.tuning.times(settings, measure, "timing rounds of this device, once")
 
-    def _time(self, request: Request, num_slots: int) -> RoundCosts:
+    def _time(self, request: Request, num_slots: int) -> Times:
         graphs = Graphs(self.device, self.tuning.graphs)
         runner = MARRunner(
             self.target, num_slots, self.device, self.precision, graphs=graphs, compiled=self.tuning.compiled
@@ -427,11 +412,11 @@ class Planner:
         if request.budget == 0:
             return Plan(EXACT, Price(0.0, 0.0), None)
         counts = tokens_by_iteration(request, self.target.config.seq_len)
-        costs = self.round_costs(request, num_slots)
-        exact = self._exact_head(request, costs, counts, num_slots)
+        times = self.round_times(request, num_slots)
+        exact = self._exact_head(request, times, counts, num_slots)
         limit = request.budget
         for _ in range(TRIES):
-            plan = best_plan(request.but(budget=limit), self.prices(request), costs, counts, num_slots, exact)
+            plan = best_plan(request.but(budget=limit), self.prices(request), times, counts, num_slots, exact)
             if plan.settings == EXACT:
                 return plan
             plan = self.priced(request, plan)
@@ -444,17 +429,17 @@ class Planner:
     def priced(self, request: Request, plan: Plan) -> Plan:
         """A plan with its price as a whole, on other exact images; measured on first use and cached."""
         own = {"schema": PLAN_SCHEMA, "num_iter": request.num_iter, "plan": plan.settings}
-        found = self.calibrations.cached(request, PlanPrice, own, lambda: self._measure_plan(request, plan))
-        return plan._replace(price=Price(*found.price.tolist()))
+        price = self.calibrations.cached(request, Price, own, lambda: self._measure_plan(request, plan))
+        return plan._replace(price=price)
 
     @torch.inference_mode()
-    def _measure_plan(self, request: Request, plan: Plan) -> PlanPrice:
+    def _measure_plan(self, request: Request, plan: Plan) -> Price:
         images = self._other_images(request)
         requests = [own.but(**{**plan.settings, "denoiser": None}) for own in images.requests]
         runner = MARRunner(self.target, len(requests), self.device, self.precision)
         z = conditions_of(Replay(runner, requests, images.tokens), range(request.num_iter))
         nats = divergence_of(self.calibrations, request.but(**plan.settings), images.chains, z)
-        return PlanPrice(np.array(price_of(nats, images.chains.image), np.float32))
+        return price_of(nats, images.chains.image)
 
     def _other_images(self, request: Request) -> ExactImages:
         """Exact images that no price was measured on; the last ones are remembered."""
@@ -468,16 +453,16 @@ class Planner:
             self._others = settings, ExactImages(requests, exact.runner.tokens, chains.to(self.device))
         return self._others[1]
 
-    def _exact_head(self, request: Request, costs: RoundCosts, counts: np.ndarray, num_slots: int) -> float:
+    def _exact_head(self, request: Request, times: Times, counts: np.ndarray, num_slots: int) -> float:
         """Seconds of the head in all iterations by the fastest exact way; counts: tokens of an image in each [K]."""
         num_steps, rows = request.num_sampling_steps, counts * num_slots
         own = request.but(budget=None, draft="calibrated")
         window = self.tuning.choice(own, num_slots).config["window"]
         if window == 0:
-            return costs.head(rows, num_steps, 0).sum()
+            return chain_seconds(times, rows, num_steps, 0).sum()
         calls = self.calibrations.get(own).calls[WINDOWS.index(window)]
-        measured = self.tuning.costs(request.guided)
-        return sum(measured.head_seconds(num_steps, each, window, calls) for each in rows)
+        of_head = self.tuning.head_times(request.guided)
+        return sum(head_seconds(of_head, num_steps, each, window, calls) for each in rows)
 
 
 def is_exact(request: Request) -> bool:

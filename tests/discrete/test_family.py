@@ -10,6 +10,7 @@ import re
 
 import pytest
 import torch
+from safetensors import safe_open
 from stores import small_vq_checkpoint
 from texts import PROMPTS, text_models
 from toys import draw, request_of, runner_of, toy_gpt, toy_models
@@ -32,9 +33,9 @@ from cspd.discrete.family import (
     typical_seconds,
 )
 from cspd.discrete.gpt import Eagle
-from cspd.files import COSTS, user_cache
+from cspd.files import Cache, user_cache
 from cspd.inpainting import Inpainting
-from cspd.method import GAIN, PLAIN, Choice
+from cspd.tuner import GAIN, PLAIN, Choice
 
 
 @pytest.fixture(scope="module")
@@ -255,15 +256,26 @@ def recorded(windowed: list[float]):
     return round_seconds
 
 
+def cached(kind: str) -> list[tuple[dict, dict]]:
+    """The settings and values of all files of a kind in the user's cache, the oldest first."""
+    found = []
+    for path in sorted(user_cache().glob(f"{kind}-*"), key=lambda path: path.stat().st_mtime_ns):
+        with safe_open(path, "np") as file:
+            values = {name: file.get_tensor(name) for name in file.keys()}
+            found.append((json.loads(file.metadata()["cspd"])["settings"], values))
+    return found
+
+
 def test_measured_once_and_cached(engine, models, monkeypatch):
     monkeypatch.setattr(family, "round_seconds", recorded([1.0] * 3))
     asked = Request(0, cfg=2.0)
     resolved = engine.resolve(asked)
     assert resolved.window is not None and (resolved.draft is None) == (resolved.window == 0)
-    first, *counted = json.loads((user_cache() / COSTS).read_text())
-    assert first["key"]["seconds of"] == [name_of(config) for config in [PLAIN, *JACOBI, *TREES]]
-    assert first["key"]["slots"] == 2
-    assert all(entry["key"]["weights"] for entry in counted)
+    ((settings, times),) = cached("times")
+    assert settings["works"] == [name_of(config) for config in [PLAIN, *JACOBI, *TREES]]
+    assert times.keys() == set(settings["works"]) and settings["slots"] == 2
+    counted = cached("tokensperround")
+    assert counted and all(settings["weights"] for settings, _ in counted)
 
     monkeypatch.setattr(family, "round_seconds", None)  # everything is read from the cache
     monkeypatch.setattr(family, "tokens_per_round", None)
@@ -272,19 +284,21 @@ def test_measured_once_and_cached(engine, models, monkeypatch):
     assert again.with_slots(2).resolve(asked.but(label=1, seed=5)).window == resolved.window
 
 
-def test_times_of_a_busy_machine_are_not_cached(engine, monkeypatch):
+def test_times_of_a_busy_machine_are_not_cached(models, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
     def choose(windowed):
         monkeypatch.setattr(family, "round_seconds", recorded(windowed))
-        engine.runner.tuning._choices.clear()
-        return engine.resolve(Request(0, cfg=2.0)).window
+        engine = Engine(VQModels(**models), max_batch=2, device="cpu")
+        return [engine.resolve(Request(0, cfg=2.0)).window for _ in range(2)]
 
-    assert choose([1.1, 3.0, 1.1]) == 4
-    entries = json.loads((user_cache() / COSTS).read_text())
-    (seconds,) = (entry["costs"]["values"] for entry in entries if "seconds of" in entry["key"])
-    assert seconds[name_of(JACOBI[0])] == 1.1
-    (user_cache() / COSTS).unlink()
-    assert choose([0.8, 1.1, 1.1]) == 4  # it decides, but only here and now
-    assert not any("seconds of" in entry["key"] for entry in json.loads((user_cache() / COSTS).read_text()))
+    assert choose([1.1, 3.0, 1.1]) == [4, 4]
+    ((_, times),) = cached("times")
+    assert times[name_of(JACOBI[0])].tolist() == [[2], [1.1]]
+    for file in user_cache().glob("times-*"):
+        file.unlink()
+    assert choose([0.8, 1.1, 1.1]) == [4, 4]  # it decides, but only in this process
+    assert not cached("times")
 
 
 # ---- The default falls back to baseline sampling if its own rounds turn out slower
@@ -392,7 +406,7 @@ def test_codes_of_the_bundled_models_are_counted(name, asked, monkeypatch):
     codes = own.tokens_per_round(request, some)
     assert codes.keys() == {name_of(config) for config in some} and all(1 < count < 6 for count in codes.values())
     monkeypatch.setattr(own, "graphs", False)
-    monkeypatch.setattr(own, "_calibrations", None)
+    monkeypatch.setattr(own, "_bundled", Cache([]))
     with pytest.raises(TypeError):  # it tries to count
         own.tokens_per_round(request, some[:1])
 
@@ -420,8 +434,7 @@ def test_prompts_of_other_lengths_are_timed_separately(monkeypatch, tmp_path):
     engine = Engine(VQModels(**text_models()), max_batch=1, device="cpu")
     for prompt in PROMPTS[:2]:  # of 4 and 2 tokens
         engine.resolve(Request(prompt=prompt, cfg=2.0, draft="jacobi"))
-    keys = [entry["key"] for entry in json.loads((user_cache() / COSTS).read_text())]
-    assert [key["text"] for key in keys if "seconds of" in key] == [6, 3]
+    assert [settings["text"] for settings, _ in cached("times")] == [6, 3]
 
 
 def test_calibrate_takes_mar_models_only(capsys):

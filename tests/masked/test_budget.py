@@ -37,7 +37,6 @@ from cspd.masked.plan import (
     LAZY,
     Plan,
     Prices,
-    RoundCosts,
     best_plan,
     factors,
     listed,
@@ -45,6 +44,7 @@ from cspd.masked.plan import (
     plan_rounds,
 )
 from cspd.masked.runner import MARRunner
+from cspd.tuner import Times
 
 K, T = 6, 8
 SETTINGS = {"num_iter": K, "cfg": 2.0, "num_sampling_steps": T}
@@ -213,8 +213,9 @@ def test_the_best_of_all_rounds_and_refreshes(weight):
         assert every[stops][2] == pytest.approx(min(each[2] for each in every.values()))
 
 
-def costs_of(full=1.0, lazy=0.2, call=0.1):
-    return RoundCosts([0, K - 1], [full, full], [[lazy, lazy]] * len(LAZY), [1, 32], [call, call], [call / 2, call / 2])
+def times_of(full=1.0, lazy=0.2, call=0.1) -> Times:
+    seconds = {"full": full, "lazy 0": lazy, "lazy 1": lazy, "both": call, "one": call / 2}
+    return Times({work: np.array([[1, 32], [own, own]]) for work, own in seconds.items()})
 
 
 def test_a_plan_stays_within_its_budget(checked, measured):
@@ -222,7 +223,7 @@ def test_a_plan_stays_within_its_budget(checked, measured):
     counts = np.array([1, 2, 3, 3, 3, 4])
     speeds = []
     for nats in (0.001, 0.1, 1.0, 10.0, 1e9):
-        plan = best_plan(checked.but(budget=nats), prices, costs_of(), counts, 2, exact_head=T * K * 0.1)
+        plan = best_plan(checked.but(budget=nats), prices, times_of(), counts, 2, exact_head=T * K * 0.1)
         assert plan.price.divergence <= nats
         speeds.append(plan.speedup)
     assert speeds == sorted(speeds) and speeds[-1] > 1.5
@@ -232,7 +233,7 @@ def test_a_plan_stays_within_its_budget(checked, measured):
 def test_a_plan_is_exact_if_nothing_is_faster(checked, measured):
     _, prices = measured
     counts = np.array([1, 2, 3, 3, 3, 4])
-    plan = best_plan(checked, prices, costs_of(lazy=1.0), counts, 2, exact_head=0.01)
+    plan = best_plan(checked, prices, times_of(lazy=1.0), counts, 2, exact_head=0.01)
     assert plan.settings == EXACT and plan.price.divergence == 0
 
 
@@ -247,8 +248,8 @@ def test_without_a_budget_it_is_exact(engine):
 
 @pytest.fixture(name="generous")
 def generous_plan(engine, monkeypatch):
-    """Costs with which approximations pay."""
-    monkeypatch.setattr(Planner, "round_costs", lambda *_: costs_of())
+    """Times with which approximations pay."""
+    monkeypatch.setattr(Planner, "round_times", lambda *_: times_of())
     monkeypatch.setattr(Planner, "_exact_head", lambda *_: T * K * 0.1)
     engine.runner.tuning.planner._planned.clear()
     return engine
@@ -406,12 +407,6 @@ def test_settings_that_a_budget_refuses(engine):
     ):
         with pytest.raises(ValueError, match=r"budget|backbone|audit"):
             engine.check(Request(1, **({"budget": 0.3, **SETTINGS} | wrong)))
-
-
-def test_costs_are_checked():
-    costs_of().check()
-    with pytest.raises(ValueError, match="costs"):
-        dataclasses.replace(costs_of(), full=[1.0, -1.0]).check()
 
 
 def test_seconds_of_head_calls_follow_from_two_chains():
