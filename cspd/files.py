@@ -454,7 +454,7 @@ class Measured(Protocol):
 Entry = TypeVar("Entry", bound=Measured)
 
 
-class Cache:
+class FileCache:
     """Measurements by their settings, plain values. The setting "num_sampling_steps" is T.
 
     Args:

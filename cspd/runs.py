@@ -31,7 +31,7 @@ from PIL import Image
 
 from cspd.files import (
     NUMBER,
-    Cache,
+    FileCache,
     Place,
     Remote,
     checked_json,
@@ -628,7 +628,7 @@ def content_digest(path: Path) -> str:
     path = path.resolve()
     about = path.stat()
     key = {"file": str(path), "bytes": about.st_size, "modified": about.st_mtime_ns}
-    cache = Cache([user_cache() / DIGESTS])
+    cache = FileCache([user_cache() / DIGESTS])
     found = cache.find(Content, key)
     if found is None:
         with telling(f"reading {path} once, for its digest"):

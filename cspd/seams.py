@@ -24,7 +24,7 @@ from cspd.causal import models as causal
 from cspd.continuous.rows import LEAST_TEMPERATURE
 from cspd.continuous.tuning import head_seconds, head_times
 from cspd.device import Precision
-from cspd.files import Cache, content_hash, digest_of, remember, user_cache
+from cspd.files import FileCache, content_hash, digest_of, remember, user_cache
 from cspd.heads import SAMPLERS, Chain, EulerMaruyama, Inputs, Net, euler_maruyama
 from cspd.heads.chain import Schedule
 from cspd.heads.learned import Learned
@@ -505,7 +505,7 @@ class Accelerated:
         self._earlier = vars(seam.module).get("sample")  # one that the user has put there
         self._own = seam.module.sample  # the class's method, bound
         self._arguments = inspect.signature(inspect.unwrap(type(seam.module).sample))
-        self._cache = Cache([user_cache()])
+        self._cache = FileCache([user_cache()])
         self._weights: str | None = None
         self._state: tuple = ()
         self._layers = self._layers_now()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from cspd.device import Precision
-from cspd.files import Cache, of_device, remember, user_cache
+from cspd.files import FileCache, of_device, remember, user_cache
 from cspd.request import Request
 from cspd.terminal import telling
 
@@ -130,7 +130,7 @@ class Tuner:
         self, device: torch.device, precision: Precision, compiled: bool = False, graphs: bool = False
     ) -> None:
         self.device, self.precision, self.compiled, self.graphs = device, precision, compiled, graphs
-        self.cache = Cache([user_cache()])
+        self.cache = FileCache([user_cache()])
         self._choices: dict[Hashable, Choice] = {}
 
     def times(self, settings: Mapping, measure: Callable[[], Times], what: str, again: bool = False) -> Times:

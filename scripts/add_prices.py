@@ -52,7 +52,7 @@ def main() -> None:
     args = parser.parse_args()
     engine = cspd.load(args.checkpoint, max_batch=1)
     request = engine.check(Request(0, budget=1.0, num_iter=args.num_iter, cfg=args.cfg))
-    planner = engine.runners["MAR"].tuning.planner
+    planner = engine.runners["MAR"].tuning
     prices = planner.prices(request)
     masked = engine.runners["MAR"].num_masked(request)
     counts = -np.diff(masked, prepend=engine.runners["MAR"].seq_len)

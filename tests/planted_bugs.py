@@ -791,7 +791,7 @@ BUGS = [
     ),
     Bug(
         "prices of cached backbones lie one lag too early",
-        "cspd/masked/budget.py",
+        "cspd/masked/prices.py",
         "prices[row, column, 1 : 1 + len(later)]",
         "prices[row, column, : len(later)]",
         "masked/test_budget.py",
@@ -812,14 +812,14 @@ BUGS = [
     ),
     Bug(
         "an audit takes the exact conditions",
-        "cspd/masked/budget.py",
-        'if self.batch[0].request.backbone == "full" else conditions',
+        "cspd/masked/prices.py",
+        'if own.batch[0].request.backbone == "full" else conditions',
         "if True else conditions",
         "masked/test_budget.py",
     ),
     Bug(
         "an audit's tokens weigh alike in iterations of few and of many tokens",
-        "cspd/masked/budget.py",
+        "cspd/masked/audit.py",
         "return iterations.tolist(), times / counts[iterations]",
         "return iterations.tolist(), np.ones(len(times)) / counts[iterations]",
         "masked/test_budget.py",

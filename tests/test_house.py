@@ -31,7 +31,7 @@ FLOORS = {
 BESIDE = {(f"cspd.{name}", "cspd.terminal") for name in ("option", "graphs", "pixels")}
 BESIDE |= {("cspd.request", "cspd.inpainting")}
 LEVEL = {room: level for level, rooms in enumerate(reversed(FLOORS.values())) for room in rooms}
-LONGEST = 18  # modules in a chain of imports, from the command line down; five of them are the head's samplers
+LONGEST = 19  # modules in a chain of imports, from the command line down; five of them are the head's samplers
 
 
 def modules() -> dict[str, Path]:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from cspd import noise
 from cspd.continuous.rows import BASELINE, ContinuousRunner, Drawn, MakeRunner, Rows, run_plain_round
 from cspd.device import Precision, seconds_of, send
-from cspd.files import Cache, Entry, content_hash, remember, user_cache
+from cspd.files import Entry, FileCache, content_hash, remember, user_cache
 from cspd.graphs import Graphs
 from cspd.heads.calibrated import (
     Plan,
@@ -363,12 +363,7 @@ class Tuning(Tuner):
     Args:
         target, draft: the models. cache: a folder to look for calibrations in, before the user's cache folder.
         make_runner: makes a model runner of one model, whose samples the drafts are fitted to. Others as in `Tuner`.
-
-    Attributes:
-        planner: plans the method `budget`, if the family has it.
     """
-
-    planner: Any = None
 
     def __init__(
         self,
@@ -444,7 +439,7 @@ class Calibrations:
         self, model: Any, device: torch.device, precision: Precision, folders: list[Path], make_runner: MakeRunner
     ) -> None:
         self.model, self.device, self.precision, self.make_runner = model, device, precision, make_runner
-        self._cache = Cache(folders)
+        self._cache = FileCache(folders)
         self._weights: str | None = None
         self._plans: dict[tuple, Plan] = {}
         self._segments: dict[str, list[Segment]] = {}

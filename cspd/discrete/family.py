@@ -37,7 +37,7 @@ from cspd.discrete.rules import DIALS, MIXED, rule_of
 from cspd.discrete.runner import VQRunner
 from cspd.discrete.text import TextEncoder
 from cspd.discrete.zipar import ZIPAR
-from cspd.files import Cache, content_hash, remember, user_cache
+from cspd.files import FileCache, content_hash, remember, user_cache
 from cspd.graphs import Graphs
 from cspd.heads.calibration import Price
 from cspd.method import Method, find, register_family
@@ -486,7 +486,7 @@ class Tuning(Tuner):
         self.target, self.eagle = target, eagle
         self.text_encoder = cast(TextEncoder, text_encoder)  # may be None: there are then no prompts
         self.draft, self.tokenizer = draft, tokenizer
-        self._bundled = Cache([calibrations] if calibrations else [])
+        self._bundled = FileCache([calibrations] if calibrations else [])
         self._hashes: dict[str, str] = {}
         self._races: dict[Hashable, Race] = {}
 

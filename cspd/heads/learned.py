@@ -32,7 +32,7 @@ GAIN = 1.1  # predicted gain below which nothing is drafted
 
 
 class FitCache(Protocol):
-    """Fitted arrays by their settings, see `cspd.files.Cache`."""
+    """Fitted arrays by their settings, see `cspd.files.FileCache`."""
 
     def get(self, kind: Any, settings: dict, make: Callable[[], Any]) -> Any: ...
     def find(self, kind: Any, settings: dict) -> Any: ...

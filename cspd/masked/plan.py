@@ -113,9 +113,9 @@ def factors(by_lag: np.ndarray, is_measured: np.ndarray) -> tuple[np.ndarray, np
     return of_anchor, of_lag
 
 
-# The times of a round's parts, as `cspd.masked.budget.time_rounds` returns them. By the iteration, from 1: "full", the
-# whole backbone, and "lazy 0", "lazy 1", the cached one by each of `LAZY`. By the number of tokens at once: "both" and
-# "one", a head call with and without the unconditional branch.
+# The times of a round's parts, see `cspd.masked.round_times`. By the iteration, from 1: "full", the whole backbone, and
+# "lazy 0", "lazy 1", the cached one by each of `LAZY`. By the number of tokens at once: "both" and "one", a head call
+# with and without the unconditional branch.
 
 
 def backbone_seconds(times: Times, work: str, num_iter: int) -> np.ndarray:
@@ -144,6 +144,11 @@ class Plan(NamedTuple):
     settings: dict[str, object]
     price: Price
     speedup: float | None
+
+
+def is_exact(request: Request) -> bool:
+    """Whether a resolved request has the settings of an exact plan."""
+    return request.rounds is None and all(getattr(request, name) == value for name, value in EXACT.items())
 
 
 def shortest(costs: np.ndarray) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ from cspd.discrete.family import (
     typical_seconds,
 )
 from cspd.discrete.gpt import Eagle
-from cspd.files import Cache, user_cache
+from cspd.files import FileCache, user_cache
 from cspd.inpainting import Inpainting
 from cspd.tuner import GAIN, PLAIN, Choice
 
@@ -406,7 +406,7 @@ def test_codes_of_the_bundled_models_are_counted(name, asked, monkeypatch):
     codes = own.tokens_per_round(request, some)
     assert codes.keys() == {name_of(config) for config in some} and all(1 < count < 6 for count in codes.values())
     monkeypatch.setattr(own, "graphs", False)
-    monkeypatch.setattr(own, "_bundled", Cache([]))
+    monkeypatch.setattr(own, "_bundled", FileCache([]))
     with pytest.raises(TypeError):  # it tries to count
         own.tokens_per_round(request, some[:1])
 

@@ -214,8 +214,8 @@ class Columns:
 def test_columns_of_an_array_are_read_as_they_were_written(tmp_path):
     settings = {"num_sampling_steps": 5}
     made = Columns(*np.arange(8, dtype=np.int16).reshape(4, 2).T)  # not contiguous
-    files.Cache([tmp_path]).get(Columns, settings, lambda: made)
-    read = files.Cache([tmp_path]).find(Columns, settings)
+    files.FileCache([tmp_path]).get(Columns, settings, lambda: made)
+    read = files.FileCache([tmp_path]).find(Columns, settings)
     assert read is not None and same(read, made)
 
 
@@ -237,10 +237,10 @@ def test_the_cache_has_a_limit(tmp_path, monkeypatch):
 
     def find(steps):
         time.sleep(0.01)  # the times of files are exact to some milliseconds
-        return files.Cache([tmp_path]).find(Columns, {"num_sampling_steps": steps}) is not None
+        return files.FileCache([tmp_path]).find(Columns, {"num_sampling_steps": steps}) is not None
 
     for steps in (0, 1, 2):
-        files.Cache([tmp_path]).get(Columns, {"num_sampling_steps": steps}, lambda: made)
+        files.FileCache([tmp_path]).get(Columns, {"num_sampling_steps": steps}, lambda: made)
         assert find(0)
     assert [find(steps) for steps in (0, 1, 2)] == [True, False, True]
     assert len([*tmp_path.iterdir()]) == 3
