@@ -14,7 +14,7 @@ from pathlib import Path
 
 import cspd
 from cspd import Engine, Request
-from cspd.discrete.family import JACOBI, TREES
+from cspd.discrete.tuning import JACOBI, TREES
 from cspd.files import CALIBRATION, user_cache
 from cspd.models import bundled
 

@@ -17,10 +17,10 @@ from tabulate import tabulate
 
 import cspd
 from cspd.device import Precision
-from cspd.discrete.family import JACOBI, TREES, Tuning, name_of, round_seconds
 from cspd.discrete.gpt import GPT, Eagle
 from cspd.discrete.registry import gpt_spec
 from cspd.discrete.runner import VQRunner
+from cspd.discrete.tuning import JACOBI, TREES, DraftTuner, name_of, round_seconds
 from cspd.gpu_check.models import random_model
 from cspd.request import Request
 from cspd.tuner import PLAIN
@@ -53,7 +53,7 @@ def main() -> None:
 
     drafting = [*JACOBI, *TREES]
     requests = {name_of(config): asked(**config) for config in (PLAIN, *drafting)}
-    tuning: Tuning = cspd.load("digits32_vq", device="cpu").runner.tuning
+    tuning: DraftTuner = cspd.load("digits32_vq", device="cpu").runner.tuning
     tokens = {name_of(PLAIN): 1.0} | tuning.tokens_per_round(asked(), drafting)
     rows = [[name, f"{tokens[name]:.2f}"] for name in requests]
     for size in args.sizes.split(","):

@@ -508,7 +508,7 @@ BUGS = [
     ),
     Bug(
         "a budget is exceeded by one value of the dial",
-        "cspd/discrete/family.py",
+        "cspd/discrete/tuning.py",
         "{name: values[count - 1]}",
         "{name: values[min(count, len(values) - 1)]}",
         "discrete/test_budget.py",
@@ -975,14 +975,14 @@ BUGS = [
     ),
     Bug(
         "the slower kind of round goes on",
-        "cspd/discrete/family.py",
+        "cspd/discrete/speculative.py",
         "return by_draft / self.tokens <= MARGIN * plain",
         "return by_draft / self.tokens >= MARGIN * plain",
         "discrete/test_family.py::test_the_faster_kind_of_round_goes_on",
     ),
     Bug(
         "a round of baseline sampling takes the place of a draft that was asked for",
-        "cspd/discrete/family.py",
+        "cspd/discrete/speculative.py",
         "if runner.late or not all(map(_is_open, sequences)):",
         "if runner.late:",
         "discrete/test_family.py::test_rounds_of_both_kinds_sample_the_tokens_of_ar",

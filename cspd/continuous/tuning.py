@@ -357,7 +357,7 @@ SEARCHED = """
 SEARCHED_WINDOWS = "speculative:window=4 speculative:window=8 speculative:window=16 speculative:window=24 "
 
 
-class Tuning(Tuner):
+class HeadTuner(Tuner):
     """Calibrations and times of a diffusion head, each made on first use, and the choice of a window by them.
 
     Args:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.continuous.tuning import Tuning, head_seconds
+from cspd.continuous.tuning import HeadTuner, head_seconds
 from cspd.files import remember
 from cspd.graphs import Graphs
 from cspd.heads.calibration import WINDOWS, Price, Trace, joined, price_of
@@ -48,7 +48,7 @@ class ExactImages(NamedTuple):
     chains: Trace
 
 
-class Planner(Tuning):
+class Planner(HeadTuner):
     """The tuner of MAR: it also has the prices of the target, and the plans that follow from prices and times."""
 
     def __init__(self, *args: Any) -> None:

@@ -19,20 +19,10 @@ import cspd
 from cspd import Engine, Request, VQModels, terminal
 from cspd.cli import main
 from cspd.cli.sample import sample_to_folder
-from cspd.discrete import family
-from cspd.discrete.family import (
-    BLOCK,
-    EVERY,
-    JACOBI,
-    TREES,
-    Race,
-    draft_configs,
-    fastest,
-    name_of,
-    on_grid,
-    typical_seconds,
-)
+from cspd.discrete import speculative, tuning
 from cspd.discrete.gpt import Eagle
+from cspd.discrete.speculative import BLOCK, EVERY, Race
+from cspd.discrete.tuning import JACOBI, TREES, draft_configs, fastest, name_of, on_grid, typical_seconds
 from cspd.files import FileCache, user_cache
 from cspd.inpainting import Inpainting
 from cspd.tuner import GAIN, PLAIN, Choice
@@ -236,13 +226,13 @@ def test_rounds_are_timed_and_counted(models):
     runner = runner_of({name: models[name] for name in ("target", "eagle")}, 3)
     configs = (PLAIN, JACOBI[0], JACOBI[-1], TREES[-1])
     requests = {name_of(config): request_of("speculative", **config) for config in configs}
-    seconds = family.round_seconds(runner, requests, turns=2)
+    seconds = tuning.round_seconds(runner, requests, turns=2)
     assert seconds.keys() == requests.keys()
     assert all(len(own) == 2 and 0 < min(own) < 1 for own in seconds.values())
-    assert family.tokens_per_round(runner, requests[ALONE]) == 1
+    assert tuning.tokens_per_round(runner, requests[ALONE]) == 1
     _, statistics = draw(models, requests[name_of(JACOBI[0])], 3)
     mean = sum(s.step_compression for s in statistics) / 3
-    counted = family.tokens_per_round(runner_of(models, 3), requests[name_of(JACOBI[0])])
+    counted = tuning.tokens_per_round(runner_of(models, 3), requests[name_of(JACOBI[0])])
     assert 1 < counted < 1 + JACOBI[0]["window"] and counted == pytest.approx(mean, rel=0.5)
 
 
@@ -267,7 +257,7 @@ def cached(kind: str) -> list[tuple[dict, dict]]:
 
 
 def test_measured_once_and_cached(engine, models, monkeypatch):
-    monkeypatch.setattr(family, "round_seconds", recorded([1.0] * 3))
+    monkeypatch.setattr(tuning, "round_seconds", recorded([1.0] * 3))
     asked = Request(0, cfg=2.0)
     resolved = engine.resolve(asked)
     assert resolved.window is not None and (resolved.draft is None) == (resolved.window == 0)
@@ -277,8 +267,8 @@ def test_measured_once_and_cached(engine, models, monkeypatch):
     counted = cached("tokensperround")
     assert counted and all(settings["weights"] for settings, _ in counted)
 
-    monkeypatch.setattr(family, "round_seconds", None)  # everything is read from the cache
-    monkeypatch.setattr(family, "tokens_per_round", None)
+    monkeypatch.setattr(tuning, "round_seconds", None)  # everything is read from the cache
+    monkeypatch.setattr(tuning, "tokens_per_round", None)
     again = Engine(VQModels(**models), max_batch=2, device="cpu")
     assert again.resolve(asked) == resolved and again.resolve(resolved) == resolved
     assert again.with_slots(2).resolve(asked.but(label=1, seed=5)).window == resolved.window
@@ -288,7 +278,7 @@ def test_times_of_a_busy_machine_are_not_cached(models, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def choose(windowed):
-        monkeypatch.setattr(family, "round_seconds", recorded(windowed))
+        monkeypatch.setattr(tuning, "round_seconds", recorded(windowed))
         engine = Engine(VQModels(**models), max_batch=2, device="cpu")
         return [engine.resolve(Request(0, cfg=2.0)).window for _ in range(2)]
 
@@ -332,8 +322,8 @@ def test_the_faster_kind_of_round_goes_on():
 @pytest.mark.parametrize("known", [0, 5])
 def test_rounds_of_both_kinds_sample_the_tokens_of_ar(config, known, engine, monkeypatch):
     monkeypatch.setattr(engine.runner.tuning, "_choose", lambda request, at_once: Choice(config, ""))
-    monkeypatch.setattr(family, "BLOCK", 1)
-    monkeypatch.setattr(family, "EVERY", 3)
+    monkeypatch.setattr(speculative, "BLOCK", 1)
+    monkeypatch.setattr(speculative, "EVERY", 3)
     monkeypatch.setattr(Race, "is_draft_faster", lambda race: False)
     requests = [Request(i % 3, i, cfg=2.0) for i in range(8)]
     if known:
@@ -388,7 +378,7 @@ def test_near_settings_share_a_count(engine, monkeypatch):
     asked = Request(0, cfg=2.0, draft="jacobi")
     engine.resolve(asked)
     with monkeypatch.context() as patch:
-        patch.setattr(family, "tokens_per_round", None)
+        patch.setattr(tuning, "tokens_per_round", None)
         engine.resolve(asked.but(cfg=2.1, temperature=0.97, label=1))
         with pytest.raises(TypeError):  # it tries to count
             engine.resolve(asked.but(cfg=3.0))
@@ -400,7 +390,7 @@ def test_codes_of_the_bundled_models_are_counted(name, asked, monkeypatch):
     engine = cspd.load(name, device="cpu", max_batch=1)
     own = engine.runner.tuning
     some = [*JACOBI, *(TREES if own.eagle else [])]
-    monkeypatch.setattr(family, "tokens_per_round", None)
+    monkeypatch.setattr(tuning, "tokens_per_round", None)
     request = engine.check(asked)
     monkeypatch.setattr(own, "graphs", True)  # as on a GPU
     codes = own.tokens_per_round(request, some)
@@ -421,7 +411,7 @@ def test_long_counts_are_reported(engine, monkeypatch, capsys):
 
 
 def test_too_little_memory_to_measure(engine, monkeypatch):
-    monkeypatch.setattr(family, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(tuning, "free_bytes", lambda device: 1000)
     with pytest.raises(ValueError, match="window"):
         engine.resolve(Request(0, cfg=2.0))
     assert engine.resolve(Request(0, cfg=2.0, window=0)).window == 0
@@ -429,8 +419,8 @@ def test_too_little_memory_to_measure(engine, monkeypatch):
 
 def test_prompts_of_other_lengths_are_timed_separately(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(family, "TEXT_STEP", 3)
-    monkeypatch.setattr(family, "round_seconds", lambda runner, requests: {name: [1.0] for name in requests})
+    monkeypatch.setattr(tuning, "TEXT_STEP", 3)
+    monkeypatch.setattr(tuning, "round_seconds", lambda runner, requests: {name: [1.0] for name in requests})
     engine = Engine(VQModels(**text_models()), max_batch=1, device="cpu")
     for prompt in PROMPTS[:2]:  # of 4 and 2 tokens
         engine.resolve(Request(prompt=prompt, cfg=2.0, draft="jacobi"))
