@@ -10,9 +10,7 @@ from typing import ClassVar
 import torch
 
 from cspd.device import Precision, check_fits
-from cspd.discrete.drafts import (
-    DRAFTS,
-)
+from cspd.discrete.drafts import DRAFTS
 from cspd.discrete.gpt import GPT, Eagle, GPTConfig, VQModel
 from cspd.discrete.kv_cache import bytes_per_slot
 from cspd.discrete.methods import (

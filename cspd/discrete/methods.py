@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from cspd.discrete.drafts import (
-    drafting,
-    run_plain_round,
-)
+from cspd.discrete.drafts import drafting, run_plain_round
 from cspd.discrete.jacobi import jacobi
 from cspd.discrete.rules import MIXED
 from cspd.method import Method

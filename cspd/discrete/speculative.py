@@ -9,14 +9,7 @@ from collections import deque
 from torch import Tensor
 
 from cspd.discrete.batch import Batch
-from cspd.discrete.drafts import (
-    DRAFTS,
-    check_model,
-    run_drafted_round,
-    run_plain_round,
-    run_single_tokens,
-    sample_next,
-)
+from cspd.discrete.drafts import DRAFTS, check_model, run_drafted_round, run_plain_round, run_single_tokens, sample_next
 from cspd.discrete.jacobi import run_jacobi_round, slide_by_one
 from cspd.discrete.kv_cache import MOST_NODES
 from cspd.discrete.methods import EAGLE2, SJD

@@ -17,7 +17,7 @@ from cspd.heads.chain import Chain, Inputs, Observer, Prediction, Schedule, Step
 # The drafts of speculative denoising: linear predictors of the head's output, fitted once per model and settings.
 #
 # A calibration changes the speed, and which image a seed gives, but never the distribution of the images.
-# `cspd.continuous.tuning` makes them and caches them on disk.
+# `cspd.continuous.calibrations` makes them and caches them on disk.
 
 DRAFTS = {
     "calibrated": "eps~ = c0 y + c1 eps' + c2 x', least squares by step and lag",

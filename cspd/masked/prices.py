@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence as Several
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cspd.continuous.calibrations import Calibrations
 from cspd.continuous.rows import full_conditions
 from cspd.device import send_integers
 from cspd.heads.calibrated import Predictor, plan_of
@@ -145,11 +145,11 @@ def conditions_of(own: Replay, iterations: Several[int]) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def divergence_of(calibrations: Any, request: Request, chains: Trace, z: Tensor) -> Tensor:
+def divergence_of(calibrations: Calibrations, request: Request, chains: Trace, z: Tensor) -> Tensor:
     """The divergence [N], nats, of a resolved request's way to draw tokens, from exact chains.
 
     Args:
-        calibrations: of the model, see `cspd.continuous.tuning`. chains: exact, on the device. z: the run's conditions.
+        calibrations: of the model. chains: exact, on the device. z: the run's conditions.
     """
     head, precision = calibrations.model.head, calibrations.precision
     s = head.schedule(request.num_sampling_steps)

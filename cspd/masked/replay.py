@@ -8,8 +8,8 @@ from collections.abc import Sequence as Several
 import numpy as np
 from torch import Tensor
 
+from cspd.continuous.calibrations import TRACE_SEED, traced
 from cspd.continuous.rows import Rows, full_conditions
-from cspd.continuous.tuning import TRACE_SEED, traced
 from cspd.device import send_integers
 from cspd.heads.calibration import Trace
 from cspd.masked.orders import timetable

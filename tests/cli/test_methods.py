@@ -13,7 +13,7 @@ from stores import small_checkpoint
 
 from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
-from cspd.continuous import tuning
+from cspd.continuous import calibrations, tuning
 from cspd.tuner import Times
 
 QUICK = ["--num-iter", "2", "--num-sampling-steps", "6", "--cfg", "1"]
@@ -196,7 +196,7 @@ def test_calibrate_prepares_once(folder, tmp_path, monkeypatch, capsys):
     curves = {"ancestral": [[1, 128], [1e-3, 9e-3]], "start": [[1, 128], [1e-5, 1e-3]]}
     curves["round"] = [[8, 1024], [1e-3, 2e-2]]
     device = Times({work: np.array(curve) for work, curve in curves.items()})  # measuring takes seconds
-    monkeypatch.setattr(tuning, "fit", counted("fit", tuning.fit))
+    monkeypatch.setattr(calibrations, "fit", counted("fit", calibrations.fit))
     monkeypatch.setattr(tuning, "time_head", counted("time", lambda *args: device))
     arguments = ["calibrate", "--checkpoint", str(folder), "--num-sampling-steps", "12", "--cfg", "1"]
     assert main(arguments) == 0

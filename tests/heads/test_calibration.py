@@ -19,8 +19,8 @@ from toys import CPU
 
 import cspd
 from cspd import Request, files, terminal
-from cspd.continuous import tuning
-from cspd.continuous.tuning import Calibrations, trace
+from cspd.continuous import calibrations as fits
+from cspd.continuous.calibrations import Calibrations, trace
 from cspd.device import Precision
 from cspd.files import CALIBRATION, content_hash, user_cache
 from cspd.graphs import programs_folder
@@ -131,7 +131,7 @@ def made(monkeypatch):
         made.append(temperature)
         return fit(x, eps, v, s, temperature, frozen)
 
-    monkeypatch.setattr(tuning, "fit", spy)
+    monkeypatch.setattr(fits, "fit", spy)
     return made
 
 
@@ -282,7 +282,7 @@ def test_folders_of_bundled_models_are_read_and_never_written(calibrations, made
 @pytest.mark.parametrize("name", ["digits32", "emoji64", "emoji64_sphere"])
 def test_bundled_models_are_calibrated(name, device, monkeypatch):
     """At their usual settings and for every device: a fit from one device is right on another."""
-    monkeypatch.setattr(tuning, "trace", None)  # nothing is fitted
+    monkeypatch.setattr(fits, "trace", None)  # nothing is fitted
     engine = cspd.load(name, device="cpu", max_batch=1)
     folders = [bundled()[name] / CALIBRATION]
     ours = Calibrations(engine.runner.target, torch.device(device), FP32, folders, MARRunner)
