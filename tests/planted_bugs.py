@@ -883,8 +883,8 @@ BUGS = [
     Bug(
         "axes that were given have no price",
         "cspd/masked/budget.py",
-        "return planner.priced(request, Plan(given, Price(0.0, 0.0), None))",
-        "return Plan(given, Price(0.0, 0.0), None)",
+        "return planner.priced(request, BudgetPlan(given, Price(0.0, 0.0), None))",
+        "return BudgetPlan(given, Price(0.0, 0.0), None)",
         "masked/test_budget.py",
     ),
     Bug(

@@ -106,18 +106,8 @@ class VQModels:
         encoder = self.text_encoder.bytes_to_load if self.text_encoder is not None else 0
         per_slot = bytes_per_slot(self.target, (self.draft, self.eagle), precision)
         check_fits(per_slot, num_slots, " with its key-value caches", fix, device, weights + encoder)
-        tuning = DraftTuner(
-            self.target,
-            self.eagle,
-            device,
-            precision,
-            compiled,
-            graphs is not None and graphs.enabled,
-            self.text_encoder,
-            cache or self.calibrations,
-            self.draft,
-            self.tokenizer,
-        )
+        with_graphs = graphs is not None and graphs.enabled
+        tuning = DraftTuner(self, device, precision, compiled, with_graphs, cache or self.calibrations)
         return VQRunner(
             self.target,
             num_slots,

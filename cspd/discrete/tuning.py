@@ -9,18 +9,16 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from cspd.device import Precision, free_bytes, seconds_of
-from cspd.discrete.gpt import GPT, Eagle, VQModel
 from cspd.discrete.kv_cache import bytes_per_slot
 from cspd.discrete.rules import DIALS, rule_of
 from cspd.discrete.runner import VQRunner
 from cspd.discrete.speculative import DECIDED, SPECULATIVE, Race, run_round
-from cspd.discrete.text import TextEncoder
 from cspd.files import FileCache, content_hash, remember, user_cache
 from cspd.graphs import Graphs
 from cspd.heads.calibration import Price
@@ -39,7 +37,6 @@ from cspd.tuner import PLAIN, Choice, DraftConfig, Times, Tuner, choose_by_gain,
 
 COUNTS_SCHEMA, PRICES_SCHEMA, TIMES_SCHEMA = "cspd.vq-counts/1", "cspd.vq-prices/2", "cspd.vq-times/1"
 MOST_CODES = 6.0  # the largest plausible mean of tokens per round: the largest ever measured is 4.3
-LARGEST = 1e9
 TURNS = 12  # how often a round is timed
 IMAGES = 4  # images that are generated to count tokens per round
 PRICED = 8  # images that are generated to measure the price of a rule
@@ -120,8 +117,8 @@ class TokensPerRound(NamedTuple):
 
     def check(self, *_: int) -> None:
         """Raises ValueError unless it is positive and finite: it is used as a divisor."""
-        if not 0 < self.mean < LARGEST:
-            raise ValueError(f"expected tokens per round in 0..{LARGEST:g}, got {self.mean}")
+        if not 0 < self.mean < math.inf:
+            raise ValueError(f"expected a finite number of tokens per round above 0, got {self.mean}")
 
 
 def typical_seconds(times: Mapping[str, list[float]]) -> dict[str, float]:
@@ -173,28 +170,21 @@ class DraftTuner(Tuner):
     """Chooses draft configurations, and parameters of rules, from measurements that are made on first use.
 
     Args:
-        target, eagle, text_encoder, draft, tokenizer: the models.
-        calibrations: a directory with counts of tokens per round, read before the user's cache directory. Others as in
-            `Tuner`.
+        models: of an engine, see `cspd.discrete.family.VQModels`. calibrations: a directory with counts of tokens per
+            round, read before the user's cache directory. Others as in `Tuner`.
     """
 
     def __init__(
         self,
-        target: GPT,
-        eagle: Eagle | None,
+        models: Any,
         device: torch.device,
         precision: Precision,
         compiled: bool,
         graphs: bool,
-        text_encoder: TextEncoder | None = None,
-        calibrations: Path | None = None,
-        draft: GPT | None = None,
-        tokenizer: VQModel | None = None,
+        calibrations: Path | None,
     ) -> None:
         super().__init__(device, precision, compiled, graphs)
-        self.target, self.eagle = target, eagle
-        self.text_encoder = cast(TextEncoder, text_encoder)  # may be None: there are then no prompts
-        self.draft, self.tokenizer = draft, tokenizer
+        self.models = models
         self._bundled = FileCache([calibrations] if calibrations else [])
         self._hashes: dict[str, str] = {}
         self._races: dict[Hashable, Race] = {}
@@ -215,14 +205,14 @@ class DraftTuner(Tuner):
         longest = 0
         for text in (request.prompt, request.negative_prompt):
             if text is not None:
-                features = self.text_encoder.features(text, self.target.config.prefix_length, self.device)
+                features = self.models.text_encoder.features(text, self.models.target.config.prefix_length, self.device)
                 longest = max(longest, len(features))
         return math.ceil(longest / TEXT_STEP) * TEXT_STEP
 
     def _choose(self, request: Request, num_slots: int) -> Choice:
         """The fastest configuration on this device, and the reason."""
         # nothing is measured if the request leaves no choice
-        by_name = {name_of(config): config for config in draft_configs(request, self.eagle is not None)}
+        by_name = {name_of(config): config for config in draft_configs(request, self.models.eagle is not None)}
         if len(by_name) == 1:
             [config] = by_name.values()
             return Choice(config, "as asked for")
@@ -233,7 +223,7 @@ class DraftTuner(Tuner):
         """Seconds per round of each configuration, with `num_slots` sequences half-way through an image."""
         settings = {
             "schema": TIMES_SCHEMA,
-            "models": [str(model and model.config) for model in (self.target, self.eagle)],
+            "models": [str(model and model.config) for model in (self.models.target, self.models.eagle)],
             "slots": num_slots,
             "text": self._text_length(request),
             "guided": request.guided,
@@ -270,7 +260,7 @@ class DraftTuner(Tuner):
             ask(begins=True)
         settings = ", ".join(f"{name}={getattr(request, name):g}" for name in SETTINGS)
         message = f"counting the tokens per round of this model, for the first time with {settings}"
-        work = IMAGES * self.target.config.block_size * len(missing)
+        work = IMAGES * self.models.target.config.block_size * len(missing)
         with counting(f"{message} (stored in {user_cache()})", work) as advance:
             for config in missing:
                 count = tokens_per_round(self._runner(IMAGES), request.but(**config), advance)
@@ -329,7 +319,7 @@ class DraftTuner(Tuner):
 
     def _runner(self, num_slots: int) -> VQRunner:
         """A separate model runner for measurements. Raises ValueError if it does not fit into memory."""
-        needed = num_slots * bytes_per_slot(self.target, [self.eagle, self.draft], self.precision)
+        needed = num_slots * bytes_per_slot(self.models.target, [self.models.eagle, self.models.draft], self.precision)
         free = free_bytes(self.device)
         if needed > free:
             raise ValueError(
@@ -338,21 +328,21 @@ class DraftTuner(Tuner):
                 " max_batch"
             )
         return VQRunner(
-            self.target,
+            self.models.target,
             num_slots,
             self.device,
             self.precision,
-            draft=self.draft,
-            eagle=self.eagle,
-            tokenizer=self.tokenizer,
-            text_encoder=self.text_encoder,
+            draft=self.models.draft,
+            eagle=self.models.eagle,
+            tokenizer=self.models.tokenizer,
+            text_encoder=self.models.text_encoder,
             compiled=self.compiled,
             graphs=Graphs(self.device, self.graphs),
         )
 
     def _hash(self, name: str) -> str:
         if name not in self._hashes:
-            self._hashes[name] = content_hash(getattr(self, name))
+            self._hashes[name] = content_hash(getattr(self.models, name))
         return self._hashes[name]
 
 
@@ -366,7 +356,7 @@ def round_seconds(
     """Times rounds of resolved requests, interleaved, with all slots half-way through an image.
 
     Args:
-        turns: as in `cspd.device.in_turns`. clock: returns seconds.
+        turns: as in `cspd.tuner.in_turns`. clock: returns seconds.
 
     Returns:
         The seconds of each timed round, by the name of its request.

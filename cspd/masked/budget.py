@@ -14,7 +14,7 @@ from cspd.continuous.tuning import HeadTuner, head_seconds
 from cspd.files import remember
 from cspd.graphs import Graphs
 from cspd.heads.calibration import WINDOWS, Price, Trace, joined, price_of
-from cspd.masked.plan import EXACT, Plan, Prices, best_plan, chain_seconds, is_exact
+from cspd.masked.plan import EXACT, BudgetPlan, Prices, best_plan, chain_seconds, is_exact
 from cspd.masked.prices import conditions_of, divergence_of, measure_prices
 from cspd.masked.replay import Replay, exact_requests, tokens_by_iteration
 from cspd.masked.round_times import time_rounds
@@ -53,7 +53,7 @@ class Planner(HeadTuner):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._planned: dict[Any, Plan] = {}
+        self._planned: dict[Any, BudgetPlan] = {}
         self._others: tuple[dict, ExactImages] | None = None
 
     def prices(self, request: Request) -> Prices:
@@ -90,14 +90,14 @@ class Planner(HeadTuner):
         requests = [request.but(seed=slot, method="ar", reuse_null=True) for slot in range(num_slots)]
         return time_rounds(Replay(runner, requests), self.calibrations["target"].predictor(request))
 
-    def plan(self, request: Request, num_slots: int) -> Plan:
+    def plan(self, request: Request, num_slots: int) -> BudgetPlan:
         """The fastest plan within a checked request's budget, for `num_slots` images at once."""
         kind = self._plan_kind(request, num_slots)
         if kind not in self._planned:
             remember(self._planned, kind, self._make_plan(request, num_slots))
         return self._planned[kind]
 
-    def made(self, request: Request) -> Plan | None:
+    def made(self, request: Request) -> BudgetPlan | None:
         """The plan that chose a resolved request's settings, if it was made here, for any number of images at once."""
         own = self._plan_kind(request, 0)[:-1]
         for kind, plan in self._planned.items():
@@ -110,9 +110,9 @@ class Planner(HeadTuner):
         own = {name: getattr(request, name) for name in KEPT}
         return tuple(own.items()), request.num_generated(self.target.config.seq_len), num_slots
 
-    def _make_plan(self, request: Request, num_slots: int) -> Plan:
+    def _make_plan(self, request: Request, num_slots: int) -> BudgetPlan:
         if request.budget == 0:
-            return Plan(EXACT, Price(0.0, 0.0), None)
+            return BudgetPlan(EXACT, Price(0.0, 0.0), None)
         counts = tokens_by_iteration(request, self.target.config.seq_len)
         times = self.round_times(request, num_slots)
         exact = self._exact_head(request, times, counts, num_slots)
@@ -126,16 +126,16 @@ class Planner(HeadTuner):
             if likely <= request.budget:
                 return plan
             limit *= 0.95 * request.budget / likely
-        return Plan(EXACT, Price(0.0, 0.0), None)
+        return BudgetPlan(EXACT, Price(0.0, 0.0), None)
 
-    def priced(self, request: Request, plan: Plan) -> Plan:
+    def priced(self, request: Request, plan: BudgetPlan) -> BudgetPlan:
         """A plan with its price as a whole, on other exact images; measured on first use and cached."""
         own = {"schema": PLAN_SCHEMA, "num_iter": request.num_iter, "plan": plan.settings}
         price = self.calibrations["target"].cached(request, Price, own, lambda: self._measure_plan(request, plan))
         return plan._replace(price=price)
 
     @torch.inference_mode()
-    def _measure_plan(self, request: Request, plan: Plan) -> Price:
+    def _measure_plan(self, request: Request, plan: BudgetPlan) -> Price:
         images = self._other_images(request)
         requests = [own.but(**{**plan.settings, "denoiser": None}) for own in images.requests]
         runner = MARRunner(self.target, len(requests), self.device, self.precision)
@@ -176,16 +176,16 @@ def explain(request: Request, runner: MARRunner) -> str:
     return f"budget {request.budget:g}: {', '.join(parts)}; {predicted}{faster}"
 
 
-def planned(request: Request, runner: MARRunner) -> Plan:
+def planned(request: Request, runner: MARRunner) -> BudgetPlan:
     """The plan of a resolved request. If its axes were given, these are the plan, and are priced on first use."""
     planner = runner.tuning
     plan = planner.made(request)
     if plan is not None:
         return plan
     if is_exact(request):
-        return Plan(EXACT, Price(0.0, 0.0), None)
+        return BudgetPlan(EXACT, Price(0.0, 0.0), None)
     given = {name: value for name, value in request.settings.items() if name not in KEPT and value is not None}
-    return planner.priced(request, Plan(given, Price(0.0, 0.0), None))
+    return planner.priced(request, BudgetPlan(given, Price(0.0, 0.0), None))
 
 
 def resolve(request: Request, runner: MARRunner) -> Request:

@@ -132,7 +132,7 @@ def chain_seconds(times: Times, rows: np.ndarray, num_both: int, num_one: int) -
     return num_both * times.seconds("both", rows) + num_one * times.seconds("one", rows)
 
 
-class Plan(NamedTuple):
+class BudgetPlan(NamedTuple):
     """How images are made: settings of a request, and what is predicted of them.
 
     Attributes:
@@ -176,18 +176,16 @@ def steps_of(stops: Several[int], end: int) -> tuple[np.ndarray, np.ndarray]:
     return np.array(stops), np.array([*stops[1:], end])
 
 
-class RoundPlan(NamedTuple):
-    """Iterations that begin a round; nats per token of those that are drawn with them; seconds of the head."""
+class Stops(NamedTuple):
+    """Iterations, or rounds, that something is evaluated at; nats per token of the others; seconds."""
 
-    starts: tuple[int, ...]
+    at: tuple[int, ...]
     nats: float
-    head_seconds: float
+    seconds: float
 
 
-def plan_rounds(
-    cost: np.ndarray, counts: np.ndarray, backbone: np.ndarray, head: np.ndarray, weight: float
-) -> RoundPlan:
-    """The best rounds if a nat per token is worth `weight` seconds.
+def plan_rounds(cost: np.ndarray, counts: np.ndarray, backbone: np.ndarray, head: np.ndarray, weight: float) -> Stops:
+    """The best iterations to begin a round at if a nat per token is worth `weight` seconds, and seconds of the head.
 
     Args:
         cost: [K, K], nats per token of iteration k by the conditions of iteration j. counts: tokens of each iteration
@@ -199,21 +197,11 @@ def plan_rounds(
         worth = np.where(np.isinf(nats), np.inf, weight * nats)
     starts = shortest(backbone[:, None] + head + worth)
     steps = steps_of(starts, len(counts))
-    return RoundPlan(starts, float(nats[steps].sum()), float(head[steps].sum()))
+    return Stops(starts, float(nats[steps].sum()), float(head[steps].sum()))
 
 
-class RefreshPlan(NamedTuple):
-    """Rounds that evaluate the whole transformer; nats per token of the others; seconds of the backbone."""
-
-    refreshes: tuple[int, ...]
-    nats: float
-    seconds: float
-
-
-def plan_refreshes(
-    cost: np.ndarray, counts: np.ndarray, full: np.ndarray, lazy: np.ndarray, weight: float
-) -> RefreshPlan:
-    """The best rounds for full evaluations if a nat per token is worth `weight` seconds; all others are lazy.
+def plan_refreshes(cost: np.ndarray, counts: np.ndarray, full: np.ndarray, lazy: np.ndarray, weight: float) -> Stops:
+    """The best rounds for full evaluations if a nat per token is worth `weight` seconds, and seconds of the backbone.
 
     Args:
         cost: [R, R], nats per token of round k after a refresh at round j. counts: tokens of each round [R].
@@ -223,10 +211,10 @@ def plan_refreshes(
     seconds = full[:, None] + between(np.broadcast_to(lazy, (len(lazy), len(lazy))))
     refreshes = shortest(seconds + weight * nats)
     steps = steps_of(refreshes, len(counts))
-    return RefreshPlan(refreshes, float(nats[steps].sum()), float(seconds[steps].sum()))
+    return Stops(refreshes, float(nats[steps].sum()), float(seconds[steps].sum()))
 
 
-class Sampler(NamedTuple):
+class Drawing(NamedTuple):
     """How tokens are drawn.
 
     Attributes:
@@ -238,13 +226,13 @@ class Sampler(NamedTuple):
     seconds: np.ndarray
 
 
-def samplers(prices: Prices, times: Times, rows: np.ndarray, num_steps: int) -> list[Sampler]:
+def drawings(prices: Prices, times: Times, rows: np.ndarray, num_steps: int) -> list[Drawing]:
     """The full chain, and the head calls that are not both dearer and slower than others.
 
     Args:
         rows: [K, K + 1], tokens of iterations i .. j - 1 of all images.
     """
-    found = [Sampler(EXACT_HEAD, 0.0, chain_seconds(times, rows, num_steps, 0))]
+    found = [Drawing(EXACT_HEAD, 0.0, chain_seconds(times, rows, num_steps, 0))]
     for number, null_every, (nats, _) in zip(prices.head_calls, prices.null_every, prices.of_calls.tolist()):
         num_full = sum(is_full_call(i, number, null_every) for i in range(number))
         settings = {
@@ -253,7 +241,7 @@ def samplers(prices: Prices, times: Times, rows: np.ndarray, num_steps: int) -> 
             "null_every": int(null_every),
             "corrected": False,
         }
-        found.append(Sampler(settings, nats, chain_seconds(times, rows, num_full, number - num_full)))
+        found.append(Drawing(settings, nats, chain_seconds(times, rows, num_full, number - num_full)))
     return [
         own
         for own in found
@@ -276,12 +264,12 @@ class Combination(NamedTuple):
     """One way to make images.
 
     Attributes:
-        sampler: of the tokens. starts: iterations that begin a round. refreshes: numbers of the rounds that evaluate
+        drawing: of the tokens. starts: iterations that begin a round. refreshes: numbers of the rounds that evaluate
             the whole transformer. lazy: settings of the others. nats: sum of the prices of these parts, per token.
         seconds: of all rounds.
     """
 
-    sampler: Sampler
+    drawing: Drawing
     starts: tuple[int, ...]
     refreshes: tuple[int, ...]
     lazy: dict[str, object]
@@ -295,7 +283,7 @@ class Combination(NamedTuple):
             chosen = {"backbone": "cached", "refreshes": listed(self.refreshes), **self.lazy}
         if len(self.starts) < num_iter:
             chosen["rounds"] = listed(self.starts)
-        return chosen | self.sampler.settings
+        return chosen | self.drawing.settings
 
 
 def combinations(
@@ -315,26 +303,26 @@ def combinations(
     joining = prices.between(prices.joined_anchor, prices.joined_lag)
     after = [prices.between(*pair) for pair in zip(prices.lazy_anchor, prices.lazy_lag)]
 
-    @functools.cache  # samplers may share their rounds
-    def refresh_plan(starts: tuple[int, ...], which: int, weight: float) -> RefreshPlan:
+    @functools.cache  # drawings may share their rounds
+    def refresh_plan(starts: tuple[int, ...], which: int, weight: float) -> Stops:
         chosen = np.array(starts)
         tokens = np.add.reduceat(counts, chosen)
         return plan_refreshes(after[which][np.ix_(chosen, chosen)], tokens, full[chosen], lazy[which][chosen], weight)
 
-    for sampler in samplers(prices, times, rows, request.num_sampling_steps):
+    for drawing in drawings(prices, times, rows, request.num_sampling_steps):
         for weight in WEIGHTS * plain:
-            starts, joined_nats, of_head = plan_rounds(joining, counts, np.min(lazy, axis=0), sampler.seconds, weight)
-            if sampler.nats + joined_nats > request.budget:
+            starts, joined_nats, of_head = plan_rounds(joining, counts, np.min(lazy, axis=0), drawing.seconds, weight)
+            if drawing.nats + joined_nats > request.budget:
                 continue
             for which, settings in enumerate(LAZY):
                 refreshes, lazy_nats, seconds = refresh_plan(starts, which, weight)
-                total = sampler.nats + joined_nats + lazy_nats
-                yield Combination(sampler, starts, refreshes, settings, total, seconds + of_head)
+                total = drawing.nats + joined_nats + lazy_nats
+                yield Combination(drawing, starts, refreshes, settings, total, seconds + of_head)
 
 
 def best_plan(
     request: Request, prices: Prices, times: Times, counts: np.ndarray, num_slots: int, exact_head: float
-) -> Plan:
+) -> BudgetPlan:
     """The fastest combination of rounds, refreshes and head calls whose prices add up to at most `request.budget`.
 
     Args:
@@ -349,5 +337,5 @@ def best_plan(
         if each.nats <= request.budget and each.seconds < least:
             fastest, least = each, each.seconds
     if fastest is None:
-        return Plan(EXACT, Price(0.0, 0.0), plain / exact)
-    return Plan(fastest.settings(len(counts)), Price(fastest.nats, math.inf), plain / least)
+        return BudgetPlan(EXACT, Price(0.0, 0.0), plain / exact)
+    return BudgetPlan(fastest.settings(len(counts)), Price(fastest.nats, math.inf), plain / least)

@@ -389,7 +389,7 @@ def test_codes_of_the_bundled_models_are_counted(name, asked, monkeypatch):
     """At their usual settings, for every device."""
     engine = cspd.load(name, device="cpu", max_batch=1)
     own = engine.runner.tuning
-    some = [*JACOBI, *(TREES if own.eagle else [])]
+    some = [*JACOBI, *(TREES if own.models.eagle else [])]
     monkeypatch.setattr(tuning, "tokens_per_round", None)
     request = engine.check(asked)
     monkeypatch.setattr(own, "graphs", True)  # as on a GPU

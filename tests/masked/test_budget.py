@@ -26,7 +26,7 @@ from cspd.masked.orders import timetable
 from cspd.masked.plan import (
     EXACT,
     LAZY,
-    Plan,
+    BudgetPlan,
     Prices,
     best_plan,
     factors,
@@ -380,7 +380,7 @@ def test_given_axes_have_a_price(engine):
     """Which is that of a plan with the same settings."""
     request = engine.resolve(Request(1, seed=3, budget=5.0, refreshes="0,3", **STALE, **SETTINGS))
     plan = planned(request, engine.runner)
-    same = engine.runner.tuning.priced(request, Plan({**STALE, "refreshes": "0,3"}, Price(0.0, 0.0), None))
+    same = engine.runner.tuning.priced(request, BudgetPlan({**STALE, "refreshes": "0,3"}, Price(0.0, 0.0), None))
     (output,) = engine.generate([request])
     assert output.stats.guarantee == "measured"
     assert output.stats.divergence == plan.price.divergence == pytest.approx(same.price.divergence, rel=1e-4)
