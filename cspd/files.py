@@ -468,12 +468,18 @@ class FileCache:
         self._remembered: dict[str, Any] = {}
 
     def get(self, kind: type[Entry], settings: Mapping, make: Callable[[], Entry]) -> Entry:
-        """The entry with these settings: from memory, from a file, or made and written."""
+        """The entry with these settings: from memory, from a file, or made and written.
+
+        Warns if it cannot be written: making it takes long.
+        """
         found = self.find(kind, settings)
         if found is None:
             ask(begins=True)
             found = make()
-            self.put(found, settings)
+            if not self.put(found, settings):
+                tried = ", ".join(map(str, self.writable)) or "none given"
+                problem = f"the {kind.__name__.lower()} cannot be kept for the next run: no folder is writable"
+                warnings.warn(f"{problem} ({tried})", stacklevel=3)
         return found
 
     def find(self, kind: type[Entry], settings: Mapping) -> Entry | None:
@@ -499,17 +505,17 @@ class FileCache:
                 return folder
         return None
 
-    def put(self, made: Measured, settings: Mapping, in_file: bool = True) -> None:
-        """Remembers an entry, in place of an older one.
+    def put(self, made: Measured, settings: Mapping, in_file: bool = True) -> bool:
+        """Remembers an entry, in place of an older one. Returns whether it is in a file, for later processes.
 
         Args:
-            in_file: also write it to a file, for later processes. Warns if no folder is writable.
+            in_file: whether to write it.
         """
         file = _file_name(type(made), settings)
         self._remembered.pop(file, None)
         remember(self._remembered, file, made)
         if not in_file:
-            return
+            return False
         # safetensors writes the memory of an array, which of a transposed one is not its values in order
         arrays = {name: np.asarray(value, order="C") for name, value in _values(made).items()}
         about = json.dumps(_about(arrays, settings))
@@ -521,10 +527,8 @@ class FileCache:
                     temporary.chmod(0o644)  # safetensors makes files that only their owner can read
                 if folder.is_relative_to(user_cache()):
                     _remove_unused(folder)
-                return
-        tried = ", ".join(map(str, self.writable)) or "none given"
-        what = type(made).__name__.lower()
-        warnings.warn(f"the {what} cannot be kept for the next run: no folder is writable ({tried})", stacklevel=3)
+                return True
+        return False
 
 
 def _values(made: Any) -> Mapping[str, Any]:
