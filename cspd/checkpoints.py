@@ -19,8 +19,9 @@ import torch
 from cspd.causal.family import CausalModels
 from cspd.causal.registry import load_autoencoder, load_causal
 from cspd.device import check_fits, free_bytes, gibibytes, pick_device, room_told
-from cspd.discrete.family import VQModels, cache_bytes, check_draft, working_bytes
+from cspd.discrete.family import VQModels, check_draft
 from cspd.discrete.hf import CONFIG, Folder, HFEagle, is_hf, load_hf_eagle, opened, read, read_prompts
+from cspd.discrete.kv_cache import cache_bytes, working_bytes
 from cspd.discrete.registry import CHAMELEON_DECODER, load_eagle, load_gpt, load_tokenizer
 from cspd.discrete.text import TextEncoder
 from cspd.engine import Engine, check_not_forked

@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -208,43 +208,6 @@ def peak_bytes(device: torch.device) -> int:
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-FEWEST_TURNS = 2
-ENOUGH = 3.0  # seconds of all turns, after which `FEWEST_TURNS` suffice: noise matters for short times most
-Name = TypeVar("Name")
-
-
-def in_turns(
-    works: Mapping[Name, Callable[[], float]], turns: int, clock: Callable[[], float] = time.perf_counter
-) -> dict[Name, list[float]]:
-    """Times several works, one after the other in each turn, so that a machine that slows down slows all of them.
-
-    Args:
-        works: by name; each runs once and returns its seconds, without those of its preparation.
-        turns: the most that count. One more comes before them and warms up.
-
-    Returns:
-        The seconds of each work in the turns that count: `FEWEST_TURNS` of them if the turns take long.
-    """
-    times: dict[Name, list[float]] = {name: [] for name in works}
-    begun = clock()
-    for turn in range(1 + turns):
-        if turn > FEWEST_TURNS and clock() - begun > ENOUGH:
-            break
-        for name, work in works.items():
-            seconds = work()
-            if turn:
-                times[name].append(seconds)
-    return times
-
-
-def unsteadiness(times: Iterable[Sequence[float]]) -> float:
-    """How far the typical time of a work is above its shortest, as a fraction: the largest of several works.
-
-    Other processes only ever add time. On an idle machine nearly all times of a work are as short as the shortest.
-    """
-    return max(statistics.median(own) / min(own) - 1 for own in times)
 
 
 # The precision policy.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import dataclasses
 import errno
 import functools
 import hashlib
@@ -21,7 +20,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path, PurePath
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import fsspec.core
 import numpy as np
@@ -433,31 +432,148 @@ def without_none(settings: dict) -> dict:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-# A cache of measurements: plain values in `COSTS`, which are found by their key.
+# A cache of measurements, in memory and in one file each. They are found by the settings that they depend on.
 
 # the folders of bundled checkpoints: inside the package if it is installed, next to it in a source tree
 _PACKAGE = Path(__file__).parent
 BUNDLED_ROOTS = (_PACKAGE / "checkpoints", _PACKAGE.parent / "checkpoints")
-CALIBRATION = "calibration"  # the folder of calibrations in the folder of a checkpoint
-COSTS = "costs.json"  # in the user's cache folder, or in the folder of a checkpoint
+CALIBRATION = "calibration"  # the folder of measurements in the folder of a checkpoint
 REMEMBERED = 64  # entries in memory
-MOST_CACHED = 1000  # files of arrays in a folder, and entries of its `COSTS`: the oldest ones are removed
-STEADY = 0.2  # the largest unsteadiness of times that are cached; see `cspd.device.unsteadiness`
+MOST_CACHED = 1000  # files in the user's cache folder: the oldest ones are removed
+ABOUT = "cspd"  # the key in a file's metadata
+DIGITS = 20  # of the digest in a file's name
 
 
 class Measured(Protocol):
-    """A dataclass of plain values, or of arrays, that can check itself."""
+    """A dataclass, named tuple or dictionary of arrays and numbers, that can check itself."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    def check(self, *args: Any, **kwargs: Any) -> None:
-        """Raises ValueError for values that no measurement can give.
-
-        Fitted arrays take their number of denoising steps, T; other measurements take nothing.
-        """
+    def check(self, num_steps: int) -> None:
+        """Raises ValueError for values that no measurement can give; `num_steps`: T of its settings, or 0."""
 
 
 Entry = TypeVar("Entry", bound=Measured)
+
+
+class FileCache:
+    """Measurements by their settings, plain values. The setting "num_sampling_steps" is T.
+
+    Args:
+        folders: searched in this order. New entries are written to the first folder that is writable and does not
+            belong to a bundled checkpoint.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.folders = folders
+        self.writable = [folder for folder in folders if not is_bundled(folder)]
+        self._remembered: dict[str, Any] = {}
+
+    def get(self, kind: type[Entry], settings: Mapping, make: Callable[[], Entry]) -> Entry:
+        """The entry with these settings: from memory, from a file, or made and written.
+
+        Warns if it cannot be written: making it takes long.
+        """
+        found = self.find(kind, settings)
+        if found is None:
+            ask(begins=True)
+            found = make()
+            if not self.put(found, settings):
+                tried = ", ".join(map(str, self.writable)) or "none given"
+                problem = f"the {kind.__name__.lower()} cannot be kept for the next run: no folder is writable"
+                warnings.warn(f"{problem} ({tried})", stacklevel=3)
+        return found
+
+    def find(self, kind: type[Entry], settings: Mapping) -> Entry | None:
+        """The entry with these settings, from memory or from a file, or None."""
+        name = _file_name(kind, settings)
+        cached = user_cache() / name
+        if cached.parent in self.folders:
+            with contextlib.suppress(OSError):
+                os.utime(cached)  # it is in use, so that others are removed before it
+        if name in self._remembered:
+            return self._remembered[name]
+        for folder in self.folders:
+            found = _read(folder, kind, settings)
+            if found is not None:
+                remember(self._remembered, name, found)
+                return found
+        return None
+
+    def folder_of(self, kind: type[Entry], settings: Mapping) -> Path | None:
+        """The folder that has the entry with these settings, or None."""
+        for folder in self.folders:
+            if _read(folder, kind, settings) is not None:
+                return folder
+        return None
+
+    def put(self, made: Measured, settings: Mapping, in_file: bool = True) -> bool:
+        """Remembers an entry, in place of an older one. Returns whether it is in a file, for later processes.
+
+        Args:
+            in_file: whether to write it.
+        """
+        file = _file_name(type(made), settings)
+        self._remembered.pop(file, None)
+        remember(self._remembered, file, made)
+        if not in_file:
+            return False
+        # safetensors writes the memory of an array, which of a transposed one is not its values in order
+        arrays = {name: np.asarray(value, order="C") for name, value in _values(made).items()}
+        about = json.dumps(_about(arrays, settings))
+        for folder in self.writable:
+            with contextlib.suppress(OSError, SafetensorError):
+                folder.mkdir(parents=True, exist_ok=True)
+                with publishing(folder / file) as temporary:
+                    save_file(arrays, temporary, metadata={ABOUT: about})
+                    temporary.chmod(0o644)  # safetensors makes files that only their owner can read
+                if folder.is_relative_to(user_cache()):
+                    _remove_unused(folder)
+                return True
+        return False
+
+
+def _values(made: Any) -> Mapping[str, Any]:
+    """The arrays and numbers of an entry, by name."""
+    if isinstance(made, Mapping):
+        return made
+    return made._asdict() if hasattr(made, "_asdict") else vars(made)
+
+
+def _remove_unused(folder: Path) -> None:
+    """Removes the entries in a folder that were not used for longest, beyond `MOST_CACHED`."""
+    files = folder.glob(f"*-{'[0-9a-f]' * DIGITS}.safetensors")
+    with contextlib.suppress(OSError):  # another process removes them too
+        for path in sorted(files, key=lambda path: path.stat().st_mtime_ns)[:-MOST_CACHED]:
+            path.unlink()
+
+
+def _read(folder: Path, kind: type[Entry], settings: Mapping) -> Entry | None:
+    """The entry with these settings in a folder, or None if it is absent, damaged or of other settings."""
+    with contextlib.suppress(OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError):
+        with safe_open(folder / _file_name(kind, settings), "np") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}
+            about = json.loads(file.metadata()[ABOUT])
+        if about == _about(arrays, settings):
+            read = kind(**{name: array if array.ndim else array.item() for name, array in arrays.items()})
+            read.check(settings.get("num_sampling_steps", 0))
+            return read
+    return None
+
+
+def _about(arrays: Mapping[str, np.ndarray], settings: Mapping) -> dict:
+    """The metadata of a file: its settings, and a digest of them and of all arrays."""
+    return {"settings": settings, DIGEST: digest_of(arrays, settings)}
+
+
+def _file_name(kind: type, settings: Mapping) -> str:
+    digest = digest_of({}, settings)
+    return f"{kind.__name__.lower()}-{digest[:DIGITS]}.safetensors"
+
+
+def remember(cached: dict[Any, Any], key: Hashable, value: object) -> None:
+    """Adds an entry to a cache in memory. If the cache is full, the oldest entry is removed."""
+    if len(cached) >= REMEMBERED:
+        del cached[next(iter(cached))]
+    cached[key] = value
 
 
 def user_cache() -> Path:
@@ -502,68 +618,6 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def remember(cached: dict[Any, Any], key: Hashable, value: object) -> None:
-    """Adds an entry to a cache in memory. If the cache is full, the oldest entry is removed."""
-    if len(cached) >= REMEMBERED:
-        del cached[next(iter(cached))]
-    cached[key] = value
-
-
-def measured_once(
-    kind: type[Entry], key: Mapping, measure: Callable[[], Entry], what: str, folder: Path, again: bool = False
-) -> Entry:
-    """The measurement with this key: from the `COSTS` of a folder, or measured and cached there.
-
-    Times of a busy machine are not cached: they would slow down later runs on an idle one, or the other way round.
-
-    Args:
-        kind: the type that `measure` returns. what: the work, in words, printed if it takes long. again: measure even
-            if there is an entry.
-    """
-    found = None if again else measured_before(kind, key, [folder])
-    if found is None:
-        with telling(what):
-            found = measure()
-        if getattr(found, "unsteadiness", 0.0) <= STEADY:  # only times have it
-            keep(key, found, folder)
-    return found
-
-
-def measured_before(kind: type[Entry], key: Mapping, folders: Sequence[Path]) -> Entry | None:
-    """The measurement with this key, from the first folder whose `COSTS` has it, or None."""
-    for folder in folders:
-        for entry in _entries(folder / COSTS):
-            if entry["key"] == key:
-                with contextlib.suppress(TypeError, ValueError):  # another version wrote the entry
-                    found = kind(**entry["costs"])
-                    found.check()
-                    return found
-    return None
-
-
-def keep(key: Mapping, found: Measured, folder: Path) -> None:
-    """Adds a measurement to the `COSTS` of a folder, in place of an older one with its key."""
-    path = folder / COSTS
-    # read again, since another process may have added entries meanwhile
-    others = [entry for entry in _entries(path) if entry["key"] != key]
-    entry: dict[str, Any] = {"key": key, "costs": dataclasses.asdict(found)}  # type: ignore[call-overload]
-    entry[DIGEST] = digest_of({}, entry)
-    with contextlib.suppress(OSError):  # the folder may be read-only: the next run measures again
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, [*others[1 - MOST_CACHED :], entry])
-
-
-def _entries(path: Path) -> list[dict]:
-    """The undamaged measurements in a file."""
-    entries = []
-    with contextlib.suppress(ValueError):
-        for entry in checked_json(path, [{DIGEST: str, "key": dict, "costs": dict}], ""):
-            content = {"key": entry["key"], "costs": entry["costs"]}
-            if entry[DIGEST] == digest_of({}, content):
-                entries.append(entry)
-    return entries
-
-
 def content_hash(model: nn.Module) -> str:
     """A hash of a model's weights, names and shapes."""
     with telling("looking whether these weights have been calibrated"):
@@ -577,109 +631,6 @@ def _hash_of(tensor: Tensor) -> str:
     values = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
     about = {"type": str(tensor.dtype), "shape": list(tensor.shape)}
     return digest_of({"values": values}, about)
-
-
-# A cache of fitted arrays, in memory and in one file each. They are found by the settings that they depend on.
-
-ABOUT = "cspd"  # the key in a file's metadata
-DIGITS = 20  # of the digest in a file's name
-
-
-class ArrayCache:
-    """Arrays by their settings. The setting "num_sampling_steps" is T.
-
-    Args:
-        folders: searched in this order. New arrays are written to the first folder that is writable and does not
-            belong to a bundled checkpoint.
-    """
-
-    def __init__(self, folders: list[Path]) -> None:
-        self.folders = folders
-        self.writable = [folder for folder in folders if not is_bundled(folder)]
-        self._remembered: dict[str, Any] = {}
-
-    def get(self, kind: type[Entry], settings: Mapping, make: Callable[[], Entry]) -> Entry:
-        """The arrays with these settings: from memory, from a file, or made and written."""
-        found = self.find(kind, settings)
-        if found is None:
-            ask(begins=True)
-            found = make()
-            self._write(found, settings)
-            remember(self._remembered, _file_name(kind, settings), found)
-        return found
-
-    def find(self, kind: type[Entry], settings: Mapping) -> Entry | None:
-        """The arrays with these settings, from memory or from a file, or None."""
-        name = _file_name(kind, settings)
-        cached = user_cache() / name
-        if cached.parent in self.folders:
-            with contextlib.suppress(OSError):
-                os.utime(cached)  # it is in use, so that others are removed before it
-        if name in self._remembered:
-            return self._remembered[name]
-        for folder in self.folders:
-            found = _read(folder, kind, settings)
-            if found is not None:
-                remember(self._remembered, name, found)
-                return found
-        return None
-
-    def folder_of(self, kind: type[Entry], settings: Mapping) -> Path | None:
-        """The folder that has the arrays with these settings, or None."""
-        for folder in self.folders:
-            if _read(folder, kind, settings) is not None:
-                return folder
-        return None
-
-    def _write(self, made: Measured, settings: Mapping) -> None:
-        """Writes to the first writable folder. Warns if no folder is writable."""
-        about = json.dumps(_about(vars(made), settings))
-        # safetensors writes the memory of an array, which of a transposed one is not its values in order
-        arrays = {name: np.ascontiguousarray(array) for name, array in vars(made).items()}
-        for folder in self.writable:
-            with contextlib.suppress(OSError, SafetensorError):
-                folder.mkdir(parents=True, exist_ok=True)
-                with publishing(folder / _file_name(type(made), settings)) as temporary:
-                    save_file(arrays, temporary, metadata={ABOUT: about})
-                    temporary.chmod(0o644)  # safetensors makes files that only their owner can read
-                if folder == user_cache():
-                    _remove_unused(folder)
-                return
-        tried = ", ".join(map(str, self.writable)) or "none given"
-        what = type(made).__name__.lower()
-        warnings.warn(f"the {what} cannot be kept for the next run: no folder is writable ({tried})", stacklevel=3)
-
-
-def _remove_unused(folder: Path) -> None:
-    """Removes the files of arrays in a folder that were not used for longest, beyond `MOST_CACHED`."""
-    files = folder.glob(f"*-{'[0-9a-f]' * DIGITS}.safetensors")
-    with contextlib.suppress(OSError):  # another process removes them too
-        for path in sorted(files, key=lambda path: path.stat().st_mtime_ns)[:-MOST_CACHED]:
-            path.unlink()
-
-
-def _read(folder: Path, kind: type[Entry], settings: Mapping) -> Entry | None:
-    """The arrays with these settings in a folder, or None if they are absent, damaged or of other settings."""
-    with contextlib.suppress(OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError):
-        with safe_open(folder / _file_name(kind, settings), "np") as file:
-            names = [field.name for field in dataclasses.fields(kind)]
-            arrays = {name: file.get_tensor(name) for name in names}
-            about = json.loads(file.metadata()[ABOUT])
-        if about == _about(arrays, settings):
-            read = kind(**arrays)
-            read.check(settings["num_sampling_steps"])
-            return read
-    return None
-
-
-def _about(arrays: Mapping[str, np.ndarray], settings: Mapping) -> dict:
-    """The metadata of a file: its settings, and a digest of them and of all arrays."""
-    return {"settings": settings, DIGEST: digest_of(arrays, settings)}
-
-
-def _file_name(kind: type, settings: Mapping) -> str:
-    digest = digest_of({}, settings)
-    return f"{kind.__name__.lower()}-{digest[:DIGITS]}.safetensors"
 
 
 # Folders of `transformers` models: the files that they must have, and what was loaded from them.

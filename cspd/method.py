@@ -9,12 +9,11 @@ import types
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from cspd.files import remember
 from cspd.graphs import Graphs
 from cspd.inpainting import Inpainting
 from cspd.option import BUNDLED, COMMON, DEFAULTS, Option, check_integer, check_seed
@@ -110,13 +109,8 @@ class Method:
     def round_key(self, request: Request) -> Hashable:
         """Requests with equal keys can share a round."""
         mixed = dict.fromkeys(self.mixed(request))
-        alike = _settings_alone(request).but(**mixed)
+        alike = request.settings_alone().but(**mixed)
         return alike, request.guided, request.temperature == 0
-
-
-def _settings_alone(request: Request) -> Request:
-    """The request without seed, class, prompt and given image: equal for requests that differ in these only."""
-    return request.but(seed=0, label=None, prompt=None, negative_prompt=None, known=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -568,73 +562,6 @@ def method_of(request: Request) -> Method:
 def guarantee_of(request: Request) -> str:
     """The guarantee of a resolved request."""
     return method_of(request).guarantee_of(request)
-
-
-# The drafting configuration of a request: the one with the lowest predicted time, if it gains enough.
-
-# Draft only if the predicted time is below this fraction of baseline sampling's. The margin covers costs that the
-# predictions omit: in MAR, joins and uneven iterations took up to a quarter more time when measured.
-GAIN = 0.7
-
-DraftConfig = Mapping[str, Any]  # settings of a request: how it drafts
-PLAIN: DraftConfig = {"window": 0}
-
-
-class Choice(NamedTuple):
-    """A drafting configuration (`PLAIN`: no drafting) and the reason for it."""
-
-    config: DraftConfig
-    why: str
-
-
-def is_enough(gain: float) -> bool:
-    """Whether a predicted speed-up over baseline sampling is enough to draft."""
-    return gain * GAIN > 1
-
-
-def choose_by_gain(config: DraftConfig, gain: float, name: str, at_best: bool = False) -> Choice:
-    """The configuration if its speed-up over baseline sampling is enough, otherwise `PLAIN`.
-
-    Args:
-        name: of the configuration, for the reason. at_best: `gain` is an upper bound.
-    """
-    limit = "at best " if at_best else ""
-    predicted = f"{name} is predicted to be {limit}{gain:.2f} times as fast"
-    if is_enough(gain):
-        return Choice(config, predicted)
-    return Choice(PLAIN, f"{predicted}, under the {1 / GAIN:.2f} that is required")
-
-
-class DraftChooser:
-    """Chooses a drafting configuration for requests that leave it open, once for each kind of request."""
-
-    def __init__(self) -> None:
-        self._choices: dict[Hashable, Choice] = {}
-
-    def choice(self, request: Request, num_slots: int) -> Choice:
-        """The choice for a checked request. It does not depend on other requests in flight."""
-        # A choice may time this device, so one is made for all requests that differ in class or seed only.
-        kind = self._kind(request, num_slots)
-        if kind not in self._choices:
-            remember(self._choices, kind, self._choose(request, num_slots))
-        return self._choices[kind]
-
-    def why(self, asked: Request, num_slots: int) -> str:
-        """The reason for the window of a checked request, for reports."""
-        if asked.window is not None:
-            return "as asked for"
-        choice = self._choices.get(self._kind(asked, num_slots))
-        if choice is None:
-            return "as in the resumed run"
-        return f"nothing was drafted: {choice.why}" if choice.config == PLAIN else choice.why
-
-    def _kind(self, request: Request, num_slots: int) -> tuple:
-        """Everything that a choice depends on."""
-        return _settings_alone(request), num_slots
-
-    def _choose(self, request: Request, num_slots: int) -> Choice:
-        """The choice for the first request of a kind."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

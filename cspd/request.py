@@ -135,6 +135,10 @@ class Request:
         names = ("label", "prompt", "negative_prompt", "seed", "method", "family")
         return {name: getattr(self, name) for name in names}
 
+    def settings_alone(self) -> Request:
+        """The request without seed, class, prompt and given image: equal for requests that differ in these only."""
+        return self.but(seed=0, label=None, prompt=None, negative_prompt=None, known=None)
+
     def num_generated(self, seq_len: int) -> int:
         """The number of tokens that a resolved request generates: all but the given ones."""
         return seq_len if self.known is None else self.known.num_generated

@@ -24,19 +24,20 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from PIL import Image
 
 from cspd.files import (
     NUMBER,
+    FileCache,
     Place,
     Remote,
     checked_json,
     inside,
     json_bytes,
     make_folder,
-    measured_once,
     temporary_names,
     user_cache,
     weight_files,
@@ -46,7 +47,7 @@ from cspd.files import (
 )
 from cspd.pixels import png_of
 from cspd.request import PHASES
-from cspd.terminal import __version__
+from cspd.terminal import __version__, telling
 
 # The lock of a folder: one run at a time holds it. The kernel releases the lock of a killed process.
 
@@ -612,14 +613,14 @@ def together(fingerprints: Sequence[str]) -> str:
 
 @dataclass
 class Content:
-    """The digest of a file's content, cached so that many gigabytes of weights are read once."""
+    """The digest of a file's content, cached so that many gigabytes of weights are read once: uint8 [32]."""
 
-    sha256: str
+    sha256: np.ndarray
 
-    def check(self) -> None:
+    def check(self, *_: int) -> None:
         """Raises ValueError if it is not a digest."""
-        if not re.fullmatch("[0-9a-f]{64}", self.sha256):
-            raise ValueError(f"{self.sha256!r} is not a digest")
+        if self.sha256.dtype != np.uint8 or self.sha256.shape != (32,):
+            raise ValueError("the content of a file has no digest of SHA-256")
 
 
 def content_digest(path: Path) -> str:
@@ -627,8 +628,13 @@ def content_digest(path: Path) -> str:
     path = path.resolve()
     about = path.stat()
     key = {"file": str(path), "bytes": about.st_size, "modified": about.st_mtime_ns}
-    what = f"reading {path} once, for its digest"
-    return measured_once(Content, key, lambda: Content(file_fingerprint(path)), what, user_cache() / DIGESTS).sha256
+    cache = FileCache([user_cache() / DIGESTS])
+    found = cache.find(Content, key)
+    if found is None:
+        with telling(f"reading {path} once, for its digest"):
+            found = Content(np.frombuffer(bytes.fromhex(file_fingerprint(path)), np.uint8))
+        cache.put(found, key)
+    return found.sha256.tobytes().hex()
 
 
 def identity_of(folder: Path) -> str:

@@ -22,14 +22,15 @@ from torch import Tensor, nn
 
 from cspd.causal import head as causal
 from cspd.continuous.rows import LEAST_TEMPERATURE
-from cspd.continuous.tuning import COSTS_SCHEMA, Costs, measure
+from cspd.continuous.tuning import head_seconds, head_times
 from cspd.device import Precision
-from cspd.files import ArrayCache, content_hash, digest_of, measured_once, of_device, remember, user_cache
+from cspd.files import FileCache, content_hash, digest_of, remember, user_cache
 from cspd.heads import SAMPLERS, Chain, EulerMaruyama, Inputs, Net, euler_maruyama
 from cspd.heads.chain import Schedule
 from cspd.heads.learned import Learned
 from cspd.heads.net import TorchNoise
 from cspd.heads.samplers import DIFFUSION, FLOW, SCHEDULES, Sampler, ancestral
+from cspd.tuner import Times, Tuner
 from mar import head as mar_head
 
 # What a call of the authors' `head.sample(..)` asks for, in our terms.
@@ -499,12 +500,12 @@ class Accelerated:
         self._find = find  # the seam again, if layers are replaced
         self._counts = _Counts()
         self._learned: dict[tuple, Learned] = {}
-        self._costs: dict[int, Costs] = {}
+        self._times: dict[int, Times] = {}
         self._is_right: bool | None = None
         self._earlier = vars(seam.module).get("sample")  # one that the user has put there
         self._own = seam.module.sample  # the class's method, bound
         self._arguments = inspect.signature(inspect.unwrap(type(seam.module).sample))
-        self._cache = ArrayCache([user_cache()])
+        self._cache = FileCache([user_cache()])
         self._weights: str | None = None
         self._state: tuple = ()
         self._layers = self._layers_now()
@@ -577,7 +578,7 @@ class Accelerated:
         if layers != self._layers:
             found = self._find()
             self._layers, self._state, self._is_right = layers, (), None
-            self._costs.clear()
+            self._times.clear()
             if found is None:
                 self._is_right, self._counts.note = False, "its layers were replaced by unknown ones"
             else:
@@ -663,14 +664,12 @@ class Accelerated:
         return self._learned[key]
 
     def _seconds(self, branches: int, num_steps: int, rows: int, window: int, calls: Any) -> float:
-        if branches not in self._costs:
-            head, device = self.seam.head, next(self.seam.module.parameters()).device
-            precision = Ambient(device, self.seam.is_half)
-            key = {"schema": COSTS_SCHEMA, **of_device(device), "accelerate": self._weights, "branches": branches}
-            timed = functools.partial(measure, head, branches > 1, device, precision)
-            what = "timing this device for cspd.accelerate, once"
-            self._costs[branches] = measured_once(Costs, key, timed, what, user_cache())
-        return self._costs[branches].head_seconds(num_steps, rows, window, calls)
+        if branches not in self._times:
+            device = next(self.seam.module.parameters()).device
+            tuner = Tuner(device, Ambient(device, self.seam.is_half))
+            about = {"accelerate": self._weights, "branches": branches}
+            self._times[branches] = head_times(tuner, self.seam.head, branches > 1, about)
+        return head_seconds(self._times[branches], num_steps, rows, window, calls)
 
     def _tell_difference(self, learned: Learned | None) -> None:
         if learned is None or learned.shortcut is None:

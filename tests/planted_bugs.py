@@ -515,7 +515,7 @@ BUGS = [
     ),
     Bug(
         "a budget is exceeded by one value of the dial",
-        "cspd/discrete/family.py",
+        "cspd/discrete/tuning.py",
         "{name: values[count - 1]}",
         "{name: values[min(count, len(values) - 1)]}",
         "discrete/test_budget.py",
@@ -798,7 +798,7 @@ BUGS = [
     ),
     Bug(
         "prices of cached backbones lie one lag too early",
-        "cspd/masked/budget.py",
+        "cspd/masked/prices.py",
         "prices[row, column, 1 : 1 + len(later)]",
         "prices[row, column, : len(later)]",
         "masked/test_budget.py",
@@ -819,14 +819,14 @@ BUGS = [
     ),
     Bug(
         "an audit takes the exact conditions",
-        "cspd/masked/budget.py",
-        'if self.batch[0].request.backbone == "full" else conditions',
+        "cspd/masked/prices.py",
+        'if own.batch[0].request.backbone == "full" else conditions',
         "if True else conditions",
         "masked/test_budget.py",
     ),
     Bug(
         "an audit's tokens weigh alike in iterations of few and of many tokens",
-        "cspd/masked/budget.py",
+        "cspd/masked/audit.py",
         "return iterations.tolist(), times / counts[iterations]",
         "return iterations.tolist(), np.ones(len(times)) / counts[iterations]",
         "masked/test_budget.py",
@@ -876,8 +876,8 @@ BUGS = [
     Bug(
         "columns of an array are cached in the order of its memory",
         "cspd/files.py",
-        "np.ascontiguousarray(array) for name",
-        "array for name",
+        'np.asarray(value, order="C")',
+        "np.asarray(value)",
         "heads/test_calibration.py::test_columns_of_an_array_are_read_as_they_were_written",
     ),
     Bug(
@@ -890,8 +890,8 @@ BUGS = [
     Bug(
         "axes that were given have no price",
         "cspd/masked/budget.py",
-        "return planner.priced(request, Plan(given, Price(0.0, 0.0), None))",
-        "return Plan(given, Price(0.0, 0.0), None)",
+        "return planner.priced(request, BudgetPlan(given, Price(0.0, 0.0), None))",
+        "return BudgetPlan(given, Price(0.0, 0.0), None)",
         "masked/test_budget.py",
     ),
     Bug(
@@ -975,21 +975,35 @@ BUGS = [
     # what is timed
     Bug(
         "times of a busy machine are cached",
-        "cspd/files.py",
-        'if getattr(found, "unsteadiness", 0.0) <= STEADY:',
-        "if True:",
+        "cspd/tuner.py",
+        "in_file=found.unsteadiness <= STEADY",
+        "in_file=True",
         "heads/test_tuning.py",
     ),
     Bug(
+        "times of another device are read",
+        "cspd/tuner.py",
+        "            **of_device(self.device),\n",
+        "",
+        "heads/test_tuning.py",
+    ),
+    Bug(
+        "times of a batch beyond the largest that was timed are too short",
+        "cspd/tuner.py",
+        " * np.maximum(1.0, np.divide(size, sizes[-1]))",
+        "",
+        "test_tuner.py",
+    ),
+    Bug(
         "the slower kind of round goes on",
-        "cspd/discrete/family.py",
+        "cspd/discrete/speculative.py",
         "return by_draft / self.tokens <= MARGIN * plain",
         "return by_draft / self.tokens >= MARGIN * plain",
         "discrete/test_family.py::test_the_faster_kind_of_round_goes_on",
     ),
     Bug(
         "a round of baseline sampling takes the place of a draft that was asked for",
-        "cspd/discrete/family.py",
+        "cspd/discrete/speculative.py",
         "if runner.late or not all(map(_is_open, sequences)):",
         "if runner.late:",
         "discrete/test_family.py::test_rounds_of_both_kinds_sample_the_tokens_of_ar",

@@ -21,7 +21,7 @@ from toys import toy_mar, toy_models
 from cspd import Engine, MARModels, Request, VQModels, files
 from cspd import device as cspd_device
 from cspd.cli.sample import sample_to_folder
-from cspd.device import BFloat16Linear, Precision, Report, in_turns, send, unsteadiness
+from cspd.device import BFloat16Linear, Precision, Report, send
 from cspd.gpu_check.sizes import TINY, Setup
 from cspd.gpu_check.times import _matmul
 from cspd.method import method_names
@@ -336,24 +336,3 @@ def test_records_have_the_flags(policy, tmp_path):
         for each in (record["machine"], engine.describe(), found):
             assert each["matmul_precision"] == ("tf32" if policy == "tf32" else "ieee")
             assert each["bf16_reduction"] is False
-
-
-def test_works_are_timed_in_turns():
-    """The first turn warms up. Long turns are cut short, but one alone does not tell a machine that is busy."""
-    order = []
-
-    def work(name, seconds):
-        recorded = iter(seconds)
-        return lambda: order.append(name) or next(recorded)
-
-    works = {"a": work("a", [9.0, 1.0, 2.0, 3.0]), "b": work("b", [9.0, 4.0, 5.0, 6.0])}
-    assert in_turns(works, 3, clock=lambda: 0.0) == {"a": [1.0, 2.0, 3.0], "b": [4.0, 5.0, 6.0]}
-    assert order == ["a", "b"] * 4
-    works = {"a": work("a", [9.0, 1.0, 2.0, 3.0])}
-    assert in_turns(works, 3, clock=itertools.count(0, 10).__next__) == {"a": [1.0, 2.0]}
-
-
-def test_a_busy_machine_is_unsteady():
-    """One slow turn is no sign of it, and neither is a machine that is slow throughout."""
-    assert unsteadiness([[1.0, 1.0, 7.0], [5.0, 5.0, 5.0]]) == 0
-    assert unsteadiness([[1.0, 1.0, 7.0], [5.0, 8.0, 9.0]]) == pytest.approx(0.6)

@@ -25,11 +25,11 @@ from toys import toy_mar, toy_models
 from cspd import Engine, MARModels, Request, VQModels, load, noise, terminal
 from cspd import engine as cspd_engine
 from cspd.continuous import tuning
-from cspd.continuous.tuning import Costs
 from cspd.device import Precision
 from cspd.engine import AHEAD
 from cspd.masked.orders import cosine
 from cspd.request import Stopwatch
+from cspd.tuner import Times
 from mar import model
 from mar.checkpoint import create_vae
 from mar.model import MAR, MARConfig
@@ -286,9 +286,9 @@ def test_a_prepared_request_is_not_checked_again(models, monkeypatch):
 def test_a_window_is_chosen_for_the_images_of_the_call(small_mar, monkeypatch):
     """Never for those of others in flight. By recorded costs of a device whose table has room for one image."""
     settings = {"num_iter": 64, "num_sampling_steps": 12, "cfg": 2.0, "draft": "frozen"}
-    rows = [1, 8, 64]
-    costs = Costs(rows, [1.0] * 3, [1e-3] * 3, [8 * size for size in rows], [1.0] * 3, table_size=12)
-    monkeypatch.setattr(tuning, "measured_costs", lambda *device: costs)
+    times = Times(ancestral=[[1, 64], [1.0] * 2], start=[[1, 64], [1e-3] * 2], round=[[8, 512], [1.0] * 2])
+    monkeypatch.setattr(tuning, "head_times", lambda *device: times)
+    monkeypatch.setattr(tuning, "table_size", lambda *head: 12)
     engine = Engine(MARModels(small_mar), max_batch=8, device="cpu")
     with engine:
         others = [engine.add_request(Request(5, 9, **settings)) for _ in range(2)]

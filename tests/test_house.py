@@ -22,7 +22,7 @@ FLOORS = {
     6: ["cspd.checkpoints", "cspd.evaluation", "cspd.seams", "cspd.serving", "cspd.speed"],
     5: ["cspd.engine", "cspd.masked", "cspd.discrete", "cspd.causal"],
     4: ["cspd.continuous", "cspd.models"],
-    3: ["cspd.heads", "cspd.method", "cspd.runs", "cspd.noise"],
+    3: ["cspd.heads", "cspd.method", "cspd.tuner", "cspd.runs", "cspd.noise"],
     2: ["cspd.request", "cspd.inpainting", "cspd.device", "cspd.files", "cspd.kernels"],
     1: ["cspd.option", "cspd.terminal", "cspd.pixels", "cspd.graphs", "cspd.plots", "cspd.transformer", "mar"],
 }
@@ -31,7 +31,7 @@ FLOORS = {
 BESIDE = {(f"cspd.{name}", "cspd.terminal") for name in ("option", "graphs", "pixels")}
 BESIDE |= {("cspd.request", "cspd.inpainting")}
 LEVEL = {room: level for level, rooms in enumerate(reversed(FLOORS.values())) for room in rooms}
-LONGEST = 18  # modules in a chain of imports, from the command line down; five of them are the head's samplers
+LONGEST = 19  # modules in a chain of imports, from the command line down; five of them are the head's samplers
 
 
 def modules() -> dict[str, Path]:

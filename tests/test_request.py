@@ -138,7 +138,7 @@ def test_settings_that_do_not_go_together(settings):
 )
 def test_a_window_that_needs_no_measurement(changes, window, engine, monkeypatch):
     """It is given, or nothing can be drafted."""
-    monkeypatch.setattr("cspd.continuous.tuning.measured_costs", None)
+    monkeypatch.setattr("cspd.continuous.tuning.head_times", None)
     resolved = engine.resolve(Request(3, **changes))
     assert (resolved.method, resolved.window, resolved.draft) == ("speculative", window, "calibrated")
 

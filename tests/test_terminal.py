@@ -12,13 +12,13 @@ import threading
 import time
 
 import launching
+import numpy as np
 import pytest
 from stores import small_checkpoint
 
 from cspd import terminal
 from cspd.cli import main
-from cspd.continuous.tuning import Costs
-from cspd.method import PLAIN
+from cspd.continuous.tuning import choose_window
 from cspd.terminal import (
     MOST_LISTED,
     box,
@@ -35,6 +35,7 @@ from cspd.terminal import (
     value_of,
     whole,
 )
+from cspd.tuner import PLAIN, Times
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,8 @@ def test_no_calibration_if_no_window_can_pay(rows, calibrates):
     def seconds(of):
         return [1e-3 * max(1, size / 8) for size in of]
 
-    costs = Costs(sizes, seconds(sizes), [1e-5] * 8, inputs, seconds(inputs), 10**9)
+    curves = {"ancestral": [sizes, seconds(sizes)], "start": [sizes, [1e-5] * 8], "round": [inputs, seconds(inputs)]}
+    times = Times({work: np.array(curve) for work, curve in curves.items()})
     calls = []
 
     def calibrate():
@@ -177,9 +179,9 @@ def test_no_calibration_if_no_window_can_pay(rows, calibrates):
 
     if calibrates:
         with pytest.raises(InterruptedError):
-            costs.choose(100, rows, calibrate)
+            choose_window(times, 10**9, 100, rows, calibrate)
     else:
-        assert costs.choose(100, rows, calibrate).config == PLAIN
+        assert choose_window(times, 10**9, 100, rows, calibrate).config == PLAIN
     assert bool(calls) == calibrates
 
 

@@ -16,7 +16,7 @@ from cspd.causal.runner import CausalRunner, bytes_per_slot
 from cspd.continuous.denoisers import DENOISERS, of_kind
 from cspd.continuous.rows import Denoiser
 from cspd.continuous.sampling import Axis, method_of
-from cspd.continuous.tuning import SEARCHED, SEARCHED_WINDOWS, Tuning
+from cspd.continuous.tuning import SEARCHED, SEARCHED_WINDOWS, HeadTuner
 from cspd.device import Precision, check_fits
 from cspd.graphs import Graphs
 from cspd.heads.samplers import FLOW, Sampler, for_users_samplers
@@ -108,7 +108,7 @@ class CausalModels:
         )
         with_graphs = graphs is not None and graphs.enabled
         folder = cache or self.calibrations
-        tuning = Tuning(self.target, None, device, precision, compiled, with_graphs, folder, CausalRunner)
+        tuning = HeadTuner(self.target, None, device, precision, compiled, with_graphs, folder, CausalRunner)
         return CausalRunner(
             self.target, num_slots, device, precision, noise, vae=self.vae, tuning=tuning, graphs=graphs
         )

@@ -50,7 +50,7 @@ class CausalRunner:
     Args:
         target: the model. num_slots: sequences in flight at most. device, precision: where and how it computes.
         noise: the source of randomness: a namespace with the functions of `cspd.noise`.
-        vae: the autoencoder, for images. tuning: a `cspd.continuous.tuning.Tuning`.
+        vae: the autoencoder, for images. tuning: a `cspd.continuous.tuning.HeadTuner`.
         graphs: captures and replays work of fixed shape; by default nothing is captured.
 
     Attributes:

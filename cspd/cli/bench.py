@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cspd.checkpoints import checkpoint_files, family_of, run_settings
 from cspd.cli.options import check_classes, check_method, load_engine, request_of
+from cspd.continuous.tuning import head_seconds
 from cspd.device import peak_bytes, pick_device, reset_peak, seconds_of, spread, trim
 from cspd.engine import Engine
 from cspd.evaluation.metrics import accuracy, load_classifier, space_of
@@ -489,7 +490,7 @@ def _show_speculative(engine: Engine, request: Request, force: bool) -> None:
     runner: Any = engine.runner
     tuning = runner.tuning
     calibrations = tuning.calibrations["target"]
-    costs = tuning.costs(request.guided, force)
+    times = tuning.head_times(request.guided, force)
     calibration = calibrations.get(request)
     print(f"head calls per token, simulated on the chains of the fit (full chain: {num_steps}):")
     # a window longer than the chain is never full
@@ -498,10 +499,10 @@ def _show_speculative(engine: Engine, request: Request, force: bool) -> None:
             print(f"  window {window:>2}: {calls.mean():5.1f}")
     print("seconds of the head per token, predicted for this device, by the number of tokens at once:")
     for rows in (1, 4, 16, 64, 256):
-        window = costs.choose(num_steps, rows, lambda: calibration).config["window"]
+        window = tuning.window(request, rows).config["window"]
         calls = calibration.calls[WINDOWS.index(window)] if window else None
-        full = costs.head_seconds(num_steps, rows, 0) / rows
-        speculative = costs.head_seconds(num_steps, rows, window, calls) / rows
+        full = head_seconds(times, num_steps, rows, 0) / rows
+        speculative = head_seconds(times, num_steps, rows, window, calls) / rows
         print(f"  {rows:>3}: full chain {full:.5f}, speculative {speculative:.5f} with window {window}")
     print(f"cached in {calibrations.folder_of(request, Calibration) or NO_FOLDER}, and in {user_cache()}")
 

@@ -75,7 +75,7 @@ class ContinuousRunner(ModelRunner, Protocol):
         models: "target" and "draft", which is None if there is none; each has a `head` and a `config`.
         config: the target's. device, precision: where and how it computes.
         num_slots: sequences in flight at most.
-        tuning: a `cspd.continuous.tuning.Tuning`.
+        tuning: a `cspd.continuous.tuning.HeadTuner`.
         tokens: float32 [slots, L, d]. order: int64 [slots, L], positions in generation order.
         token_cost, audit: float32 [slots, L], each token's cost, and its audited divergence.
         round_state: state that methods keep between rounds, by the key of their sequences.

@@ -439,7 +439,7 @@ def explain(request: Request, runner: VQRunner) -> str | None:
         return chosen
     name, _ = DIALS[request.rule]
     price = runner.tuning.price(request)
-    predicted = f"predicted {price.nats:.3g} +- {price.error:.2g} nats per token"
+    predicted = f"predicted {price.divergence:.3g} +- {price.error:.2g} nats per token"
     return f"{chosen}, {name}={getattr(request, name):g}; {predicted}"
 
 

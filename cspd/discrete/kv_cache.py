@@ -1,12 +1,14 @@
-"""Keys and values of running sequences, and the mask of a forward pass."""
+"""Keys and values of running sequences, the mask of a forward pass, and the memory that rounds take."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cspd.device import Precision
 from cspd.transformer import CacheView, steps
 
 MOST_NODES = 80  # the maximum number of inputs of one forward pass: the root and the drafted tokens
@@ -142,3 +144,35 @@ def mask_of(start: Tensor, seen: Tensor, width: int) -> Tensor:
     index = index.clamp(0, num_seen - 1).unsqueeze(1)
     seen = seen.expand(len(start), -1, -1)
     return seen.gather(2, index.expand(-1, num_inputs, -1))
+
+
+# Estimates of memory, made before anything is allocated.
+
+WORKING = 10  # tensors [nodes, vocab_size] that a round holds at once, at most
+
+
+def bytes_per_slot(target: Any, others: Iterable[Any], precision: Precision) -> int:
+    """Estimated peak bytes that a slot adds: key-value caches, and the distributions of a round.
+
+    `target` is a GPT; `others`: the models that draft; None stands for a model that was not loaded.
+    """
+    total = working_bytes(target.config)
+    for model in (target, *others):
+        if model is not None:
+            total += cache_bytes(target.config, model.config, len(model.layers), precision.type_of(model))
+    return total
+
+
+def cache_bytes(target: Any, config: Any, layers: int, dtype: torch.dtype) -> int:
+    """Bytes of one slot's key-value cache for a model.
+
+    Args:
+        target: the configuration of the target, which decides the number of columns. config: that of the model.
+    """
+    tensors = 4  # keys and values, for each of the two guidance branches
+    return tensors * dtype.itemsize * layers * most_columns(target) * config.key_heads * config.head_dim
+
+
+def working_bytes(config: Any) -> int:
+    """The most bytes that one slot's float32 distributions take during a round."""
+    return torch.float32.itemsize * MOST_NODES * config.vocab_size * WORKING

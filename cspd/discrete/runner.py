@@ -133,7 +133,7 @@ class VQRunner:
         noise: the source of randomness: a namespace with the functions of `cspd.noise`.
         draft: a smaller model of the same tokens. eagle: a drafter on the target's features.
         tokenizer: encodes and decodes images. text_encoder: encodes prompts.
-        tuning: a `cspd.discrete.family.Tuning`, which chooses the draft configuration of the method `speculative`.
+        tuning: a `cspd.discrete.tuning.DraftTuner`, which chooses the draft configuration of the method `speculative`.
         compiled: whether the models' layers run through torch.compile.
         graphs: CUDA graphs of rounds; by default rounds are ordinary calls.
 

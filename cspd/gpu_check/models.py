@@ -129,7 +129,7 @@ def engine_of(
         # A fit takes time, and a round's time does not depend on the numbers in a calibration. Nor on the price of a
         # plan of `budget`, whose rounds are given here: it would be that of random weights.
         engine.runner.tuning.calibrations = bundled("MAR", 1, settings.device).runner.tuning.calibrations
-        engine.runner.tuning.planner.priced = lambda request, plan: plan
+        engine.runner.tuning.priced = lambda request, plan: plan
     return engine
 
 

@@ -17,7 +17,7 @@ from cspd.heads.chain import Chain, Inputs, Observer, Prediction, Schedule, Step
 # The drafts of speculative denoising: linear predictors of the head's output, fitted once per model and settings.
 #
 # A calibration changes the speed, and which image a seed gives, but never the distribution of the images.
-# `cspd.continuous.tuning` makes them and caches them on disk.
+# `cspd.continuous.calibrations` makes them and caches them on disk.
 
 DRAFTS = {
     "calibrated": "eps~ = c0 y + c1 eps' + c2 x', least squares by step and lag",
@@ -120,6 +120,11 @@ class Price(NamedTuple):
         """The price of two approximations together, to first order."""
         divergence, error = other
         return Price(self.divergence + divergence, float(np.hypot(self.error, error)))
+
+    def check(self, *_: int) -> None:
+        """Raises ValueError unless both are numbers from 0 on; they may be infinite."""
+        if not all(value >= 0 for value in self):  # NaN is not
+            raise ValueError(f"expected a price and its error from 0 on, got {self}")
 
 
 def price_of(nats: Tensor, image: Tensor) -> Price:

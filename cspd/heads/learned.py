@@ -32,7 +32,7 @@ GAIN = 1.1  # predicted gain below which nothing is drafted
 
 
 class FitCache(Protocol):
-    """Fitted arrays by their settings, see `cspd.files.ArrayCache`."""
+    """Fitted arrays by their settings, see `cspd.files.FileCache`."""
 
     def get(self, kind: Any, settings: dict, make: Callable[[], Any]) -> Any: ...
     def find(self, kind: Any, settings: dict) -> Any: ...
@@ -45,7 +45,7 @@ class Learned:
         head: whose chains are recorded. s, temperature: of the chains, tau > 0. branches: G.
         precision: how the head computes. cache: of the fits. settings: what they depend on, besides their kind.
         seconds: predicted seconds of the chains of some rows at once: (T, rows, window, calls) -> float; window 0 is
-            the full chain. See `cspd.continuous.tuning.Costs.head_seconds`.
+            the full chain. See `cspd.continuous.tuning.head_seconds`.
     """
 
     def __init__(

@@ -12,14 +12,16 @@ import torch
 
 from cspd.continuous.denoisers import DENOISERS, of_kind
 from cspd.continuous.sampling import Axis, Point, method_of
-from cspd.continuous.tuning import SEARCHED_WINDOWS, Tuning
+from cspd.continuous.tuning import SEARCHED_WINDOWS
 from cspd.device import Precision
 from cspd.graphs import Graphs
 from cspd.heads.samplers import DIFFUSION, Sampler, for_users_samplers
 from cspd.masked import budget
+from cspd.masked.audit import audit_images
 from cspd.masked.backbones import BACKBONES
 from cspd.masked.cspd import CSPD
 from cspd.masked.orders import ORDERS, ROUNDS, check_rounds
+from cspd.masked.plan import is_exact
 from cspd.masked.runner import MARRunner, check_memory, usual_tokens
 from cspd.method import Method, register, register_family
 from cspd.models import NO_NAMES, ClassNames
@@ -136,8 +138,8 @@ def resolve_budget(request: Request, runner: MARRunner) -> Request:
 
 def guarantee_of_budget(request: Request) -> str:
     """ "exact" without a budget, or if nothing approximate is faster."""
-    is_exact = request.budget == 0 if _is_open(request) else budget.is_exact(request)
-    return "exact" if is_exact else "measured"
+    has_no_price = request.budget == 0 if _is_open(request) else is_exact(request)
+    return "exact" if has_no_price else "measured"
 
 
 def run_budget_round(runner: MARRunner, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
@@ -178,7 +180,7 @@ BUDGET = Method(
     advice=lambda request: PLANNED.denoiser(request).advice(request),
     token_cost="calls",
     explain=budget.explain,
-    audit=budget.audit_images,
+    audit=audit_images,
 )
 
 
@@ -230,8 +232,7 @@ class MARModels:
         check_memory(self.target, num_slots, usual_tokens(self.target), device, copied_bytes)
         with_graphs = graphs is not None and graphs.enabled
         folder = cache or self.calibrations
-        tuning = Tuning(self.target, self.draft, device, precision, compiled, with_graphs, folder, MARRunner)
-        tuning.planner = budget.Planner(tuning)
+        tuning = budget.Planner(self.target, self.draft, device, precision, compiled, with_graphs, folder, MARRunner)
         return MARRunner(
             self.target,
             num_slots,

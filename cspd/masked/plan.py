@@ -14,6 +14,7 @@ import numpy as np
 from cspd.heads.calibration import Price, check_arrays
 from cspd.heads.chain import is_full_call
 from cspd.request import Request
+from cspd.tuner import Times
 
 # Each approximation has a price, and each part of a round takes some seconds. A plan chooses the rounds, those that
 # refresh the cached backbone, and the head calls: a knapsack over iterations, solved by shortest paths at many exchange
@@ -31,7 +32,6 @@ EXACT = EXACT_BACKBONE | EXACT_HEAD
 
 WEIGHTS = np.concatenate([[0.0], np.logspace(-3, 4, 29)])  # a nat per token is worth so many times `ar`'s seconds
 WORTH = 0.95  # of the time of the fastest exact way: an approximation must take less
-LARGEST = 1e6  # seconds
 
 
 @dataclass(frozen=True)
@@ -113,48 +113,26 @@ def factors(by_lag: np.ndarray, is_measured: np.ndarray) -> tuple[np.ndarray, np
     return of_anchor, of_lag
 
 
-@dataclass(frozen=True)
-class RoundCosts:
-    """Seconds of the parts of a round of one batch.
+# The times of a round's parts, see `cspd.masked.round_times`. By the iteration, from 1: "full", the whole backbone, and
+# "lazy 0", "lazy 1", the cached one by each of `LAZY`. By the number of tokens at once: "both" and "one", a head call
+# with and without the unconditional branch.
 
-    Attributes:
-        iterations: those that were timed. full: seconds of the whole backbone there. lazy: of the cached one, for each
-            of `LAZY`.
-        rows: numbers of tokens at once. both, one: seconds of a head call, with and without the unconditional branch.
-        unsteadiness: of these times, see `cspd.device.unsteadiness`.
+
+def backbone_seconds(times: Times, work: str, num_iter: int) -> np.ndarray:
+    """Seconds of the backbone in each iteration [K]."""
+    return times.seconds(work, 1 + np.arange(num_iter))
+
+
+def chain_seconds(times: Times, rows: np.ndarray, num_both: int, num_one: int) -> np.ndarray:
+    """Seconds of chains of `rows` tokens at once, of any shape.
+
+    Args:
+        num_both, num_one: head calls with both branches, and with the conditional one only.
     """
-
-    iterations: list[int]
-    full: list[float]
-    lazy: list[list[float]]
-    rows: list[int]
-    both: list[float]
-    one: list[float]
-    unsteadiness: float = 0.0
-
-    def check(self, *_: int) -> None:
-        """Raises ValueError unless the lists are as `time_rounds` returns them."""
-        by_iteration = np.array([self.iterations, self.full, *self.lazy], float)
-        by_rows = np.array([self.rows, self.both, self.one], float)
-        for values in (by_iteration, by_rows):
-            if not values.size or not ((values >= 0) & (values < LARGEST)).all() or (np.diff(values[0]) <= 0).any():
-                raise ValueError("these are no costs of rounds")
-
-    def backbone(self, seconds: list[float], num_iter: int) -> np.ndarray:
-        """Seconds of each iteration [K], interpolated between the timed ones."""
-        return np.interp(np.arange(num_iter), self.iterations, seconds)
-
-    def head(self, rows: np.ndarray, num_both: int, num_one: int) -> np.ndarray:
-        """Seconds of chains of `rows` tokens at once, of any shape.
-
-        Args:
-            num_both, num_one: head calls with both branches, and with the conditional one only.
-        """
-        both, one = (np.interp(rows, self.rows, seconds) for seconds in (self.both, self.one))
-        return num_both * both + num_one * one
+    return num_both * times.seconds("both", rows) + num_one * times.seconds("one", rows)
 
 
-class Plan(NamedTuple):
+class BudgetPlan(NamedTuple):
     """How images are made: settings of a request, and what is predicted of them.
 
     Attributes:
@@ -166,6 +144,11 @@ class Plan(NamedTuple):
     settings: dict[str, object]
     price: Price
     speedup: float | None
+
+
+def is_exact(request: Request) -> bool:
+    """Whether a resolved request has the settings of an exact plan."""
+    return request.rounds is None and all(getattr(request, name) == value for name, value in EXACT.items())
 
 
 def shortest(costs: np.ndarray) -> tuple[int, ...]:
@@ -193,18 +176,16 @@ def steps_of(stops: Several[int], end: int) -> tuple[np.ndarray, np.ndarray]:
     return np.array(stops), np.array([*stops[1:], end])
 
 
-class RoundPlan(NamedTuple):
-    """Iterations that begin a round; nats per token of those that are drawn with them; seconds of the head."""
+class Stops(NamedTuple):
+    """Iterations, or rounds, that something is evaluated at; nats per token of the others; seconds."""
 
-    starts: tuple[int, ...]
+    at: tuple[int, ...]
     nats: float
-    head_seconds: float
+    seconds: float
 
 
-def plan_rounds(
-    cost: np.ndarray, counts: np.ndarray, backbone: np.ndarray, head: np.ndarray, weight: float
-) -> RoundPlan:
-    """The best rounds if a nat per token is worth `weight` seconds.
+def plan_rounds(cost: np.ndarray, counts: np.ndarray, backbone: np.ndarray, head: np.ndarray, weight: float) -> Stops:
+    """The best iterations to begin a round at if a nat per token is worth `weight` seconds, and seconds of the head.
 
     Args:
         cost: [K, K], nats per token of iteration k by the conditions of iteration j. counts: tokens of each iteration
@@ -216,21 +197,11 @@ def plan_rounds(
         worth = np.where(np.isinf(nats), np.inf, weight * nats)
     starts = shortest(backbone[:, None] + head + worth)
     steps = steps_of(starts, len(counts))
-    return RoundPlan(starts, float(nats[steps].sum()), float(head[steps].sum()))
+    return Stops(starts, float(nats[steps].sum()), float(head[steps].sum()))
 
 
-class RefreshPlan(NamedTuple):
-    """Rounds that evaluate the whole transformer; nats per token of the others; seconds of the backbone."""
-
-    refreshes: tuple[int, ...]
-    nats: float
-    seconds: float
-
-
-def plan_refreshes(
-    cost: np.ndarray, counts: np.ndarray, full: np.ndarray, lazy: np.ndarray, weight: float
-) -> RefreshPlan:
-    """The best rounds for full evaluations if a nat per token is worth `weight` seconds; all others are lazy.
+def plan_refreshes(cost: np.ndarray, counts: np.ndarray, full: np.ndarray, lazy: np.ndarray, weight: float) -> Stops:
+    """The best rounds for full evaluations if a nat per token is worth `weight` seconds, and seconds of the backbone.
 
     Args:
         cost: [R, R], nats per token of round k after a refresh at round j. counts: tokens of each round [R].
@@ -240,10 +211,10 @@ def plan_refreshes(
     seconds = full[:, None] + between(np.broadcast_to(lazy, (len(lazy), len(lazy))))
     refreshes = shortest(seconds + weight * nats)
     steps = steps_of(refreshes, len(counts))
-    return RefreshPlan(refreshes, float(nats[steps].sum()), float(seconds[steps].sum()))
+    return Stops(refreshes, float(nats[steps].sum()), float(seconds[steps].sum()))
 
 
-class Sampler(NamedTuple):
+class Drawing(NamedTuple):
     """How tokens are drawn.
 
     Attributes:
@@ -255,13 +226,13 @@ class Sampler(NamedTuple):
     seconds: np.ndarray
 
 
-def samplers(prices: Prices, costs: RoundCosts, rows: np.ndarray, num_steps: int) -> list[Sampler]:
+def drawings(prices: Prices, times: Times, rows: np.ndarray, num_steps: int) -> list[Drawing]:
     """The full chain, and the head calls that are not both dearer and slower than others.
 
     Args:
         rows: [K, K + 1], tokens of iterations i .. j - 1 of all images.
     """
-    found = [Sampler(EXACT_HEAD, 0.0, costs.head(rows, num_steps, 0))]
+    found = [Drawing(EXACT_HEAD, 0.0, chain_seconds(times, rows, num_steps, 0))]
     for number, null_every, (nats, _) in zip(prices.head_calls, prices.null_every, prices.of_calls.tolist()):
         num_full = sum(is_full_call(i, number, null_every) for i in range(number))
         settings = {
@@ -270,7 +241,7 @@ def samplers(prices: Prices, costs: RoundCosts, rows: np.ndarray, num_steps: int
             "null_every": int(null_every),
             "corrected": False,
         }
-        found.append(Sampler(settings, nats, costs.head(rows, num_full, number - num_full)))
+        found.append(Drawing(settings, nats, chain_seconds(times, rows, num_full, number - num_full)))
     return [
         own
         for own in found
@@ -293,12 +264,12 @@ class Combination(NamedTuple):
     """One way to make images.
 
     Attributes:
-        sampler: of the tokens. starts: iterations that begin a round. refreshes: numbers of the rounds that evaluate
+        drawing: of the tokens. starts: iterations that begin a round. refreshes: numbers of the rounds that evaluate
             the whole transformer. lazy: settings of the others. nats: sum of the prices of these parts, per token.
         seconds: of all rounds.
     """
 
-    sampler: Sampler
+    drawing: Drawing
     starts: tuple[int, ...]
     refreshes: tuple[int, ...]
     lazy: dict[str, object]
@@ -312,11 +283,11 @@ class Combination(NamedTuple):
             chosen = {"backbone": "cached", "refreshes": listed(self.refreshes), **self.lazy}
         if len(self.starts) < num_iter:
             chosen["rounds"] = listed(self.starts)
-        return chosen | self.sampler.settings
+        return chosen | self.drawing.settings
 
 
 def combinations(
-    request: Request, prices: Prices, costs: RoundCosts, counts: np.ndarray, num_slots: int, plain: float
+    request: Request, prices: Prices, times: Times, counts: np.ndarray, num_slots: int, plain: float
 ) -> Iterator[Combination]:
     """The best rounds, refreshes and head calls at each exchange rate of nats and seconds; arguments as in `best_plan`.
 
@@ -326,45 +297,45 @@ def combinations(
         plain: seconds of `ar`, which set the exchange rates.
     """
     num_iter = len(counts)
-    full = costs.backbone(costs.full, num_iter)
-    lazy = [np.minimum(costs.backbone(seconds, num_iter), full) for seconds in costs.lazy]
+    full = backbone_seconds(times, "full", num_iter)
+    lazy = [np.minimum(backbone_seconds(times, f"lazy {i}", num_iter), full) for i in range(len(LAZY))]
     rows = num_slots * (counts[:, None] + between(np.broadcast_to(counts, (num_iter, num_iter))))
     joining = prices.between(prices.joined_anchor, prices.joined_lag)
     after = [prices.between(*pair) for pair in zip(prices.lazy_anchor, prices.lazy_lag)]
 
-    @functools.cache  # samplers may share their rounds
-    def refresh_plan(starts: tuple[int, ...], which: int, weight: float) -> RefreshPlan:
+    @functools.cache  # drawings may share their rounds
+    def refresh_plan(starts: tuple[int, ...], which: int, weight: float) -> Stops:
         chosen = np.array(starts)
         tokens = np.add.reduceat(counts, chosen)
         return plan_refreshes(after[which][np.ix_(chosen, chosen)], tokens, full[chosen], lazy[which][chosen], weight)
 
-    for sampler in samplers(prices, costs, rows, request.num_sampling_steps):
+    for drawing in drawings(prices, times, rows, request.num_sampling_steps):
         for weight in WEIGHTS * plain:
-            starts, joined_nats, of_head = plan_rounds(joining, counts, np.min(lazy, axis=0), sampler.seconds, weight)
-            if sampler.nats + joined_nats > request.budget:
+            starts, joined_nats, of_head = plan_rounds(joining, counts, np.min(lazy, axis=0), drawing.seconds, weight)
+            if drawing.nats + joined_nats > request.budget:
                 continue
             for which, settings in enumerate(LAZY):
                 refreshes, lazy_nats, seconds = refresh_plan(starts, which, weight)
-                total = sampler.nats + joined_nats + lazy_nats
-                yield Combination(sampler, starts, refreshes, settings, total, seconds + of_head)
+                total = drawing.nats + joined_nats + lazy_nats
+                yield Combination(drawing, starts, refreshes, settings, total, seconds + of_head)
 
 
 def best_plan(
-    request: Request, prices: Prices, costs: RoundCosts, counts: np.ndarray, num_slots: int, exact_head: float
-) -> Plan:
+    request: Request, prices: Prices, times: Times, counts: np.ndarray, num_slots: int, exact_head: float
+) -> BudgetPlan:
     """The fastest combination of rounds, refreshes and head calls whose prices add up to at most `request.budget`.
 
     Args:
         request: checked. counts: tokens of an image in each iteration [K]. num_slots: images at once.
         exact_head: seconds of the head by the fastest exact way.
     """
-    full = costs.backbone(costs.full, len(counts)).sum()
-    plain = full + costs.head(counts * num_slots, request.num_sampling_steps, 0).sum()
+    full = backbone_seconds(times, "full", len(counts)).sum()
+    plain = full + chain_seconds(times, counts * num_slots, request.num_sampling_steps, 0).sum()
     exact = full + exact_head
     fastest, least = None, WORTH * exact
-    for each in combinations(request, prices, costs, counts, num_slots, plain):
+    for each in combinations(request, prices, times, counts, num_slots, plain):
         if each.nats <= request.budget and each.seconds < least:
             fastest, least = each, each.seconds
     if fastest is None:
-        return Plan(EXACT, Price(0.0, 0.0), plain / exact)
-    return Plan(fastest.settings(len(counts)), Price(fastest.nats, math.inf), plain / least)
+        return BudgetPlan(EXACT, Price(0.0, 0.0), plain / exact)
+    return BudgetPlan(fastest.settings(len(counts)), Price(fastest.nats, math.inf), plain / least)

@@ -75,7 +75,7 @@ class MARRunner:
         target: the model. num_slots: sequences in flight at most. device, precision: where and how it computes.
         noise: the source of randomness: a namespace with the functions of `cspd.noise`.
         draft: a smaller model of the same tokens. vae: their autoencoder, for images.
-        tuning: a `cspd.continuous.tuning.Tuning`, for methods that speculate in the head.
+        tuning: a `cspd.continuous.tuning.HeadTuner`, for methods that speculate in the head.
         graphs: captures and replays work of fixed shape; by default nothing is captured.
         compiled: whether the full backbone and denoising steps run through torch.compile.
 

@@ -15,7 +15,7 @@ import numpy as np
 import cspd
 from cspd import Request
 from cspd.heads.calibration import Price
-from cspd.masked.plan import LAZY, Plan, between, listed, steps_of
+from cspd.masked.plan import LAZY, BudgetPlan, between, listed, steps_of
 
 
 def random_stops(rng: np.random.Generator, end: int, mean: float) -> list[int]:
@@ -24,7 +24,7 @@ def random_stops(rng: np.random.Generator, end: int, mean: float) -> list[int]:
     return [0, *chosen[chosen > 0].tolist()]
 
 
-def combination(rng: np.random.Generator, prices, counts: np.ndarray) -> tuple[Plan, float, float, float]:
+def combination(rng: np.random.Generator, prices, counts: np.ndarray) -> tuple[BudgetPlan, float, float, float]:
     """A random plan, and the prices of its rounds, refreshes and head calls."""
     starts = random_stops(rng, len(counts), rng.choice([1.2, 2, 4]))
     starts = sorted({*starts, *range(0, len(counts), 12)})  # no distance was priced beyond 16
@@ -40,7 +40,7 @@ def combination(rng: np.random.Generator, prices, counts: np.ndarray) -> tuple[P
     settings |= {"denoiser": "calibrated", "corrected": False}
     settings |= {"head_calls": int(prices.head_calls[head]), "null_every": int(prices.null_every[head])}
     of_head = float(prices.of_calls[head, 0])
-    return Plan(settings, Price(joining + lazy + of_head, 0.0), None), joining, lazy, of_head
+    return BudgetPlan(settings, Price(joining + lazy + of_head, 0.0), None), joining, lazy, of_head
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
     args = parser.parse_args()
     engine = cspd.load(args.checkpoint, max_batch=1)
     request = engine.check(Request(0, budget=1.0, num_iter=args.num_iter, cfg=args.cfg))
-    planner = engine.runners["MAR"].tuning.planner
+    planner = engine.runners["MAR"].tuning
     prices = planner.prices(request)
     masked = engine.runners["MAR"].num_masked(request)
     counts = -np.diff(masked, prepend=engine.runners["MAR"].seq_len)

@@ -15,7 +15,7 @@ from torch import nn
 from cspd.causal import runner as causal
 from cspd.causal.registry import create_causal
 from cspd.device import precision_of
-from cspd.discrete.family import bytes_per_slot
+from cspd.discrete.kv_cache import bytes_per_slot
 from cspd.discrete.registry import create_gpt
 from cspd.masked import runner as masked
 from cspd.runs import commit_of

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import cspd
 from cspd import Engine, Request
-from cspd.discrete.family import JACOBI, TREES
+from cspd.discrete.tuning import JACOBI, TREES
 from cspd.files import CALIBRATION, user_cache
 from cspd.models import bundled
 
@@ -33,7 +33,7 @@ def count_vq(engine: Engine) -> None:
     tuning = engine.runner.tuning
     asked = Request(0) if engine.runner.num_classes else Request(prompt=PROMPT)
     request = engine.resolve(asked.but(window=0)).but(window=None)  # resolving encodes the prompt
-    tuning.tokens_per_round(request, [*JACOBI, *(TREES if tuning.eagle else [])])
+    tuning.tokens_per_round(request, [*JACOBI, *(TREES if tuning.models.eagle else [])])
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ from stores import small_checkpoint
 
 from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
-from cspd.continuous import tuning
-from cspd.continuous.tuning import Costs
+from cspd.continuous import calibrations, tuning
+from cspd.tuner import Times
 
 QUICK = ["--num-iter", "2", "--num-sampling-steps", "6", "--cfg", "1"]
 FILES = checkpoint_files("digits32")
@@ -193,27 +193,28 @@ def test_calibrate_prepares_once(folder, tmp_path, monkeypatch, capsys):
     def counted(name, function):
         return lambda *args, **kwargs: done.append(name) or function(*args, **kwargs)
 
-    steps, rounds = {"ancestral": [1e-3, 9e-3], "start": [1e-5, 1e-3]}, {"inputs": [8, 1024], "round": [1e-3, 2e-2]}
-    device = Costs(rows=[1, 128], table_size=10**6, **steps, **rounds)  # measuring takes seconds
-    monkeypatch.setattr(tuning, "fit", counted("fit", tuning.fit))
-    monkeypatch.setattr(tuning, "measure", counted("measure", lambda *args: device))
+    curves = {"ancestral": [[1, 128], [1e-3, 9e-3]], "start": [[1, 128], [1e-5, 1e-3]]}
+    curves["round"] = [[8, 1024], [1e-3, 2e-2]]
+    device = Times({work: np.array(curve) for work, curve in curves.items()})  # measuring takes seconds
+    monkeypatch.setattr(calibrations, "fit", counted("fit", calibrations.fit))
+    monkeypatch.setattr(tuning, "time_head", counted("time", lambda *args: device))
     arguments = ["calibrate", "--checkpoint", str(folder), "--num-sampling-steps", "12", "--cfg", "1"]
     assert main(arguments) == 0
-    assert sorted(done) == ["fit", "measure"]
+    assert sorted(done) == ["fit", "time"]
     (file,) = (folder / "calibration").iterdir()
-    measured = tmp_path / "cache" / "cspd" / "costs.json"
-    assert file.suffix == ".safetensors" and read(measured)
-    first, stamps = capsys.readouterr().out, (file.stat().st_ino, measured.stat().st_mtime_ns)
+    (measured,) = (tmp_path / "cache" / "cspd").glob("times-*")
+    assert file.suffix == measured.suffix == ".safetensors"
+    first, written = capsys.readouterr().out, (file.stat().st_ino, measured.stat().st_ino)
     assert str(folder / "calibration") in first and str(measured.parent) in first
 
     assert main(arguments) == 0  # from the files
     assert len(done) == 2 and capsys.readouterr().out == first
-    assert (file.stat().st_ino, measured.stat().st_mtime_ns) == stamps  # its time is that of its last use
+    assert (file.stat().st_ino, measured.stat().st_ino) == written  # their times are those of their last use
     calls = [float(line.split()[-1]) for line in first.splitlines() if line.startswith("  window")]
     assert len(calls) > 5 and calls == sorted(calls, reverse=True) and 2 <= calls[-1] < calls[0] < 12
 
     assert main([*arguments, "--force"]) == 0  # measures the device, keeps the calibration
-    assert done[2:] == ["measure"] and len(read(measured)) == 1
+    assert done[2:] == ["time"] and len(list(measured.parent.glob("times-*"))) == 1
     assert main(["calibrate", "--checkpoint", str(folder), "--num-sampling-steps", "6", "--cfg", "1"]) == 0
     assert done[3:] == ["fit"] and len(list((folder / "calibration").iterdir())) == 2
 

@@ -17,7 +17,7 @@ from cspd.comparison import compare as comparison_compare
 from cspd.comparison import study
 from cspd.comparison.compare import speed_of
 from cspd.comparison.study import Configuration
-from cspd.method import Choice
+from cspd.tuner import Choice
 
 QUICK = {"method": "ar", "num_iter": 1, "num_sampling_steps": 2}
 

@@ -46,11 +46,11 @@ def test_an_audit_finds_what_was_predicted(engine):
     request = outputs[0].request
     predicted = engine.runner.tuning.price(request)
     told = method_of(request).explain(request, engine.runner)
-    assert f"delta={request.delta:g}" in told and f"{predicted.nats:.3g}" in told
+    assert f"delta={request.delta:g}" in told and f"{predicted.divergence:.3g}" in told
     audits = torch.tensor([output.stats.audit for output in outputs])
     error = audits.std().item() / len(audits) ** 0.5
-    assert 0 < predicted.nats <= 0.05
-    assert abs(audits.mean().item() - predicted.nats) < 4 * (error**2 + predicted.error**2) ** 0.5
+    assert 0 < predicted.divergence <= 0.05
+    assert abs(audits.mean().item() - predicted.divergence) < 4 * (error**2 + predicted.error**2) ** 0.5
 
 
 def test_no_budget_is_the_exact_rule(engine):

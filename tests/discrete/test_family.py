@@ -10,6 +10,7 @@ import re
 
 import pytest
 import torch
+from safetensors import safe_open
 from stores import small_vq_checkpoint
 from texts import PROMPTS, text_models
 from toys import draw, request_of, runner_of, toy_gpt, toy_models
@@ -18,23 +19,13 @@ import cspd
 from cspd import Engine, Request, VQModels, terminal
 from cspd.cli import main
 from cspd.cli.sample import sample_to_folder
-from cspd.discrete import family
-from cspd.discrete.family import (
-    BLOCK,
-    EVERY,
-    JACOBI,
-    TREES,
-    Race,
-    draft_configs,
-    fastest,
-    name_of,
-    on_grid,
-    typical_seconds,
-)
+from cspd.discrete import speculative, tuning
 from cspd.discrete.gpt import Eagle
-from cspd.files import COSTS, user_cache
+from cspd.discrete.speculative import BLOCK, EVERY, Race
+from cspd.discrete.tuning import JACOBI, TREES, draft_configs, fastest, name_of, on_grid, typical_seconds
+from cspd.files import FileCache, user_cache
 from cspd.inpainting import Inpainting
-from cspd.method import GAIN, PLAIN, Choice
+from cspd.tuner import GAIN, PLAIN, Choice
 
 
 @pytest.fixture(scope="module")
@@ -235,13 +226,13 @@ def test_rounds_are_timed_and_counted(models):
     runner = runner_of({name: models[name] for name in ("target", "eagle")}, 3)
     configs = (PLAIN, JACOBI[0], JACOBI[-1], TREES[-1])
     requests = {name_of(config): request_of("speculative", **config) for config in configs}
-    seconds = family.round_seconds(runner, requests, turns=2)
+    seconds = tuning.round_seconds(runner, requests, turns=2)
     assert seconds.keys() == requests.keys()
     assert all(len(own) == 2 and 0 < min(own) < 1 for own in seconds.values())
-    assert family.tokens_per_round(runner, requests[ALONE]) == 1
+    assert tuning.tokens_per_round(runner, requests[ALONE]) == 1
     _, statistics = draw(models, requests[name_of(JACOBI[0])], 3)
     mean = sum(s.step_compression for s in statistics) / 3
-    counted = family.tokens_per_round(runner_of(models, 3), requests[name_of(JACOBI[0])])
+    counted = tuning.tokens_per_round(runner_of(models, 3), requests[name_of(JACOBI[0])])
     assert 1 < counted < 1 + JACOBI[0]["window"] and counted == pytest.approx(mean, rel=0.5)
 
 
@@ -255,36 +246,49 @@ def recorded(windowed: list[float]):
     return round_seconds
 
 
+def cached(kind: str) -> list[tuple[dict, dict]]:
+    """The settings and values of all files of a kind in the user's cache, the oldest first."""
+    found = []
+    for path in sorted(user_cache().glob(f"{kind}-*"), key=lambda path: path.stat().st_mtime_ns):
+        with safe_open(path, "np") as file:
+            values = {name: file.get_tensor(name) for name in file.keys()}
+            found.append((json.loads(file.metadata()["cspd"])["settings"], values))
+    return found
+
+
 def test_measured_once_and_cached(engine, models, monkeypatch):
-    monkeypatch.setattr(family, "round_seconds", recorded([1.0] * 3))
+    monkeypatch.setattr(tuning, "round_seconds", recorded([1.0] * 3))
     asked = Request(0, cfg=2.0)
     resolved = engine.resolve(asked)
     assert resolved.window is not None and (resolved.draft is None) == (resolved.window == 0)
-    first, *counted = json.loads((user_cache() / COSTS).read_text())
-    assert first["key"]["seconds of"] == [name_of(config) for config in [PLAIN, *JACOBI, *TREES]]
-    assert first["key"]["slots"] == 2
-    assert all(entry["key"]["weights"] for entry in counted)
+    ((settings, times),) = cached("times")
+    assert settings["works"] == [name_of(config) for config in [PLAIN, *JACOBI, *TREES]]
+    assert times.keys() == set(settings["works"]) and settings["slots"] == 2
+    counted = cached("tokensperround")
+    assert counted and all(settings["weights"] for settings, _ in counted)
 
-    monkeypatch.setattr(family, "round_seconds", None)  # everything is read from the cache
-    monkeypatch.setattr(family, "tokens_per_round", None)
+    monkeypatch.setattr(tuning, "round_seconds", None)  # everything is read from the cache
+    monkeypatch.setattr(tuning, "tokens_per_round", None)
     again = Engine(VQModels(**models), max_batch=2, device="cpu")
     assert again.resolve(asked) == resolved and again.resolve(resolved) == resolved
     assert again.with_slots(2).resolve(asked.but(label=1, seed=5)).window == resolved.window
 
 
-def test_times_of_a_busy_machine_are_not_cached(engine, monkeypatch):
-    def choose(windowed):
-        monkeypatch.setattr(family, "round_seconds", recorded(windowed))
-        engine.runner.tuning._choices.clear()
-        return engine.resolve(Request(0, cfg=2.0)).window
+def test_times_of_a_busy_machine_are_not_cached(models, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
-    assert choose([1.1, 3.0, 1.1]) == 4
-    entries = json.loads((user_cache() / COSTS).read_text())
-    (seconds,) = (entry["costs"]["values"] for entry in entries if "seconds of" in entry["key"])
-    assert seconds[name_of(JACOBI[0])] == 1.1
-    (user_cache() / COSTS).unlink()
-    assert choose([0.8, 1.1, 1.1]) == 4  # it decides, but only here and now
-    assert not any("seconds of" in entry["key"] for entry in json.loads((user_cache() / COSTS).read_text()))
+    def choose(windowed):
+        monkeypatch.setattr(tuning, "round_seconds", recorded(windowed))
+        engine = Engine(VQModels(**models), max_batch=2, device="cpu")
+        return [engine.resolve(Request(0, cfg=2.0)).window for _ in range(2)]
+
+    assert choose([1.1, 3.0, 1.1]) == [4, 4]
+    ((_, times),) = cached("times")
+    assert times[name_of(JACOBI[0])].tolist() == [[2], [1.1]]
+    for file in user_cache().glob("times-*"):
+        file.unlink()
+    assert choose([0.8, 1.1, 1.1]) == [4, 4]  # it decides, but only in this process
+    assert not cached("times")
 
 
 # ---- The default falls back to baseline sampling if its own rounds turn out slower
@@ -318,8 +322,8 @@ def test_the_faster_kind_of_round_goes_on():
 @pytest.mark.parametrize("known", [0, 5])
 def test_rounds_of_both_kinds_sample_the_tokens_of_ar(config, known, engine, monkeypatch):
     monkeypatch.setattr(engine.runner.tuning, "_choose", lambda request, at_once: Choice(config, ""))
-    monkeypatch.setattr(family, "BLOCK", 1)
-    monkeypatch.setattr(family, "EVERY", 3)
+    monkeypatch.setattr(speculative, "BLOCK", 1)
+    monkeypatch.setattr(speculative, "EVERY", 3)
     monkeypatch.setattr(Race, "is_draft_faster", lambda race: False)
     requests = [Request(i % 3, i, cfg=2.0) for i in range(8)]
     if known:
@@ -374,7 +378,7 @@ def test_near_settings_share_a_count(engine, monkeypatch):
     asked = Request(0, cfg=2.0, draft="jacobi")
     engine.resolve(asked)
     with monkeypatch.context() as patch:
-        patch.setattr(family, "tokens_per_round", None)
+        patch.setattr(tuning, "tokens_per_round", None)
         engine.resolve(asked.but(cfg=2.1, temperature=0.97, label=1))
         with pytest.raises(TypeError):  # it tries to count
             engine.resolve(asked.but(cfg=3.0))
@@ -385,14 +389,14 @@ def test_codes_of_the_bundled_models_are_counted(name, asked, monkeypatch):
     """At their usual settings, for every device."""
     engine = cspd.load(name, device="cpu", max_batch=1)
     own = engine.runner.tuning
-    some = [*JACOBI, *(TREES if own.eagle else [])]
-    monkeypatch.setattr(family, "tokens_per_round", None)
+    some = [*JACOBI, *(TREES if own.models.eagle else [])]
+    monkeypatch.setattr(tuning, "tokens_per_round", None)
     request = engine.check(asked)
     monkeypatch.setattr(own, "graphs", True)  # as on a GPU
     codes = own.tokens_per_round(request, some)
     assert codes.keys() == {name_of(config) for config in some} and all(1 < count < 6 for count in codes.values())
     monkeypatch.setattr(own, "graphs", False)
-    monkeypatch.setattr(own, "_calibrations", None)
+    monkeypatch.setattr(own, "_bundled", FileCache([]))
     with pytest.raises(TypeError):  # it tries to count
         own.tokens_per_round(request, some[:1])
 
@@ -407,7 +411,7 @@ def test_long_counts_are_reported(engine, monkeypatch, capsys):
 
 
 def test_too_little_memory_to_measure(engine, monkeypatch):
-    monkeypatch.setattr(family, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(tuning, "free_bytes", lambda device: 1000)
     with pytest.raises(ValueError, match="window"):
         engine.resolve(Request(0, cfg=2.0))
     assert engine.resolve(Request(0, cfg=2.0, window=0)).window == 0
@@ -415,13 +419,12 @@ def test_too_little_memory_to_measure(engine, monkeypatch):
 
 def test_prompts_of_other_lengths_are_timed_separately(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(family, "TEXT_STEP", 3)
-    monkeypatch.setattr(family, "round_seconds", lambda runner, requests: {name: [1.0] for name in requests})
+    monkeypatch.setattr(tuning, "TEXT_STEP", 3)
+    monkeypatch.setattr(tuning, "round_seconds", lambda runner, requests: {name: [1.0] for name in requests})
     engine = Engine(VQModels(**text_models()), max_batch=1, device="cpu")
     for prompt in PROMPTS[:2]:  # of 4 and 2 tokens
         engine.resolve(Request(prompt=prompt, cfg=2.0, draft="jacobi"))
-    keys = [entry["key"] for entry in json.loads((user_cache() / COSTS).read_text())]
-    assert [key["text"] for key in keys if "seconds of" in key] == [6, 3]
+    assert [settings["text"] for settings, _ in cached("times")] == [6, 3]
 
 
 def test_calibrate_takes_mar_models_only(capsys):

@@ -16,7 +16,7 @@ from torch.distributions import Normal, kl_divergence
 
 from cspd import Engine, MARModels, Request, load, noise
 from cspd.cli import bench, main
-from cspd.continuous.tuning import PARTS, REPORTED, trace
+from cspd.continuous.calibrations import PARTS, REPORTED, trace
 from cspd.heads.calibrated import Audit, Shortcut, fit_shortcut, follow, plan_of, plans
 from cspd.heads.calibration import Trace, joined, ratio_over_images
 from cspd.heads.chain import Chain

@@ -19,8 +19,8 @@ from toys import CPU
 
 import cspd
 from cspd import Request, files, terminal
-from cspd.continuous import tuning
-from cspd.continuous.tuning import Calibrations, trace
+from cspd.continuous import calibrations as fits
+from cspd.continuous.calibrations import Calibrations, trace
 from cspd.device import Precision
 from cspd.files import CALIBRATION, content_hash, user_cache
 from cspd.graphs import programs_folder
@@ -131,7 +131,7 @@ def made(monkeypatch):
         made.append(temperature)
         return fit(x, eps, v, s, temperature, frozen)
 
-    monkeypatch.setattr(tuning, "fit", spy)
+    monkeypatch.setattr(fits, "fit", spy)
     return made
 
 
@@ -214,8 +214,8 @@ class Columns:
 def test_columns_of_an_array_are_read_as_they_were_written(tmp_path):
     settings = {"num_sampling_steps": 5}
     made = Columns(*np.arange(8, dtype=np.int16).reshape(4, 2).T)  # not contiguous
-    files.ArrayCache([tmp_path]).get(Columns, settings, lambda: made)
-    read = files.ArrayCache([tmp_path]).find(Columns, settings)
+    files.FileCache([tmp_path]).get(Columns, settings, lambda: made)
+    read = files.FileCache([tmp_path]).find(Columns, settings)
     assert read is not None and same(read, made)
 
 
@@ -237,10 +237,10 @@ def test_the_cache_has_a_limit(tmp_path, monkeypatch):
 
     def find(steps):
         time.sleep(0.01)  # the times of files are exact to some milliseconds
-        return files.ArrayCache([tmp_path]).find(Columns, {"num_sampling_steps": steps}) is not None
+        return files.FileCache([tmp_path]).find(Columns, {"num_sampling_steps": steps}) is not None
 
     for steps in (0, 1, 2):
-        files.ArrayCache([tmp_path]).get(Columns, {"num_sampling_steps": steps}, lambda: made)
+        files.FileCache([tmp_path]).get(Columns, {"num_sampling_steps": steps}, lambda: made)
         assert find(0)
     assert [find(steps) for steps in (0, 1, 2)] == [True, False, True]
     assert len([*tmp_path.iterdir()]) == 3
@@ -282,7 +282,7 @@ def test_folders_of_bundled_models_are_read_and_never_written(calibrations, made
 @pytest.mark.parametrize("name", ["digits32", "emoji64", "emoji64_sphere"])
 def test_bundled_models_are_calibrated(name, device, monkeypatch):
     """At their usual settings and for every device: a fit from one device is right on another."""
-    monkeypatch.setattr(tuning, "trace", None)  # nothing is fitted
+    monkeypatch.setattr(fits, "trace", None)  # nothing is fitted
     engine = cspd.load(name, device="cpu", max_batch=1)
     folders = [bundled()[name] / CALIBRATION]
     ours = Calibrations(engine.runner.target, torch.device(device), FP32, folders, MARRunner)

@@ -18,33 +18,27 @@ from cspd.heads.calibration import Price, joined, price_of
 from cspd.heads.chain import is_full_call
 from cspd.heads.prices import of_conditions
 from cspd.masked import budget
-from cspd.masked.backbones import BACKBONES
-from cspd.masked.budget import (
-    Planner,
-    Replay,
-    _price_joined,
-    _price_lazy,
-    anchors_of,
-    audit_images,
-    drawn_iterations,
-    exact_requests,
-    measure,
-    planned,
-)
+from cspd.masked import prices as masked_prices
+from cspd.masked.audit import audit_images, drawn_iterations
+from cspd.masked.backbones import BACKBONES, conditions
+from cspd.masked.budget import Planner, planned
 from cspd.masked.orders import timetable
 from cspd.masked.plan import (
     EXACT,
     LAZY,
-    Plan,
+    BudgetPlan,
     Prices,
-    RoundCosts,
     best_plan,
     factors,
     listed,
     plan_refreshes,
     plan_rounds,
 )
+from cspd.masked.prices import _price_joined, _price_lazy, anchors_of, measure_prices
+from cspd.masked.replay import Replay, exact_requests
+from cspd.masked.round_times import seconds_of_calls
 from cspd.masked.runner import MARRunner
+from cspd.tuner import Times
 
 K, T = 6, 8
 SETTINGS = {"num_iter": K, "cfg": 2.0, "num_sampling_steps": T}
@@ -73,7 +67,7 @@ def measured_prices(engine, model, checked):
     replay = Replay(MARRunner(model, len(requests), CPU, FP32), requests)
     predictor = engine.runner.tuning.calibrations["target"].predictor(checked)
     with torch.inference_mode():
-        return replay, measure(replay, predictor, model.head.schedule(T))
+        return replay, measure_prices(replay, predictor, model.head.schedule(T))
 
 
 def test_exact_images_are_those_of_ar(measured, engine):
@@ -92,8 +86,8 @@ def test_exact_images_are_those_of_ar(measured, engine):
 def single_prices(measured, model, monkeypatch):
     """A replay, its exact chains and anchors, the schedule, and all steps' prices in place of their factors."""
     replay, prices = measured
-    monkeypatch.setattr(budget, "_factors", lambda by_lag, *_: (by_lag, by_lag))
-    monkeypatch.setattr(budget, "EVERY", 1)
+    monkeypatch.setattr(masked_prices, "_factors", lambda by_lag, *_: (by_lag, by_lag))
+    monkeypatch.setattr(masked_prices, "EVERY", 1)
     with torch.inference_mode():
         yield replay, replay.chains(range(K)), prices.anchors.tolist(), model.head.schedule(T)
 
@@ -102,7 +96,7 @@ def test_prices_are_those_of_single_replays(single, model):
     replay, chains, anchors, s = single
     prices, _ = _price_lazy(replay, chains, anchors, s)
     anchor = anchors[1]
-    _, *stale = replay.conditions(anchor, refreshes=str(anchor), **LAZY[1])
+    _, *stale = replay.conditions(conditions, anchor, refreshes=str(anchor), **LAZY[1])
     for k, (_, z) in enumerate(stale, anchor + 1):
         nats = of_conditions(model.head, chains[k], z, s, FP32)
         assert prices[1, 1, k - anchor] == pytest.approx(nats.mean().item(), rel=1e-3)
@@ -119,7 +113,7 @@ def test_what_is_measured_can_be_kept(measured):
 def test_full_evaluations_cost_nothing(measured, model):
     replay, _ = measured
     with torch.inference_mode():
-        every = list(replay.conditions(0, refreshes=listed(range(K))))
+        every = list(replay.conditions(conditions, 0, refreshes=listed(range(K))))
         for chains, (_, z) in zip(replay.chains(range(K)), every):
             assert of_conditions(model.head, chains, z, model.head.schedule(T), FP32).max() < 1e-4
 
@@ -213,8 +207,9 @@ def test_the_best_of_all_rounds_and_refreshes(weight):
         assert every[stops][2] == pytest.approx(min(each[2] for each in every.values()))
 
 
-def costs_of(full=1.0, lazy=0.2, call=0.1):
-    return RoundCosts([0, K - 1], [full, full], [[lazy, lazy]] * len(LAZY), [1, 32], [call, call], [call / 2, call / 2])
+def times_of(full=1.0, lazy=0.2, call=0.1) -> Times:
+    seconds = {"full": full, "lazy 0": lazy, "lazy 1": lazy, "both": call, "one": call / 2}
+    return Times({work: np.array([[1, 32], [own, own]]) for work, own in seconds.items()})
 
 
 def test_a_plan_stays_within_its_budget(checked, measured):
@@ -222,7 +217,7 @@ def test_a_plan_stays_within_its_budget(checked, measured):
     counts = np.array([1, 2, 3, 3, 3, 4])
     speeds = []
     for nats in (0.001, 0.1, 1.0, 10.0, 1e9):
-        plan = best_plan(checked.but(budget=nats), prices, costs_of(), counts, 2, exact_head=T * K * 0.1)
+        plan = best_plan(checked.but(budget=nats), prices, times_of(), counts, 2, exact_head=T * K * 0.1)
         assert plan.price.divergence <= nats
         speeds.append(plan.speedup)
     assert speeds == sorted(speeds) and speeds[-1] > 1.5
@@ -232,7 +227,7 @@ def test_a_plan_stays_within_its_budget(checked, measured):
 def test_a_plan_is_exact_if_nothing_is_faster(checked, measured):
     _, prices = measured
     counts = np.array([1, 2, 3, 3, 3, 4])
-    plan = best_plan(checked, prices, costs_of(lazy=1.0), counts, 2, exact_head=0.01)
+    plan = best_plan(checked, prices, times_of(lazy=1.0), counts, 2, exact_head=0.01)
     assert plan.settings == EXACT and plan.price.divergence == 0
 
 
@@ -247,10 +242,10 @@ def test_without_a_budget_it_is_exact(engine):
 
 @pytest.fixture(name="generous")
 def generous_plan(engine, monkeypatch):
-    """Costs with which approximations pay."""
-    monkeypatch.setattr(Planner, "round_costs", lambda *_: costs_of())
+    """Times with which approximations pay."""
+    monkeypatch.setattr(Planner, "round_times", lambda *_: times_of())
     monkeypatch.setattr(Planner, "_exact_head", lambda *_: T * K * 0.1)
-    engine.runner.tuning.planner._planned.clear()
+    engine.runner.tuning._planned.clear()
     return engine
 
 
@@ -269,7 +264,7 @@ def test_a_run_within_a_budget(generous):
 
 def test_a_plan_is_priced_as_a_whole(generous, monkeypatch):
     """If it may cost more than its parts, less is spent on them; if that never fits, nothing."""
-    planner, request = generous.runner.tuning.planner, generous.check(Request(1, budget=5.0, **SETTINGS))
+    planner, request = generous.runner.tuning, generous.check(Request(1, budget=5.0, **SETTINGS))
     limits = []
     of_parts, of_whole = best_plan, {"factor": 1.0}
 
@@ -385,7 +380,7 @@ def test_given_axes_have_a_price(engine):
     """Which is that of a plan with the same settings."""
     request = engine.resolve(Request(1, seed=3, budget=5.0, refreshes="0,3", **STALE, **SETTINGS))
     plan = planned(request, engine.runner)
-    same = engine.runner.tuning.planner.priced(request, Plan({**STALE, "refreshes": "0,3"}, Price(0.0, 0.0), None))
+    same = engine.runner.tuning.priced(request, BudgetPlan({**STALE, "refreshes": "0,3"}, Price(0.0, 0.0), None))
     (output,) = engine.generate([request])
     assert output.stats.guarantee == "measured"
     assert output.stats.divergence == plan.price.divergence == pytest.approx(same.price.divergence, rel=1e-4)
@@ -408,10 +403,24 @@ def test_settings_that_a_budget_refuses(engine):
             engine.check(Request(1, **({"budget": 0.3, **SETTINGS} | wrong)))
 
 
-def test_costs_are_checked():
-    costs_of().check()
-    with pytest.raises(ValueError, match="costs"):
-        dataclasses.replace(costs_of(), full=[1.0, -1.0]).check()
+def test_rounds_are_timed_once(model, monkeypatch, tmp_path):
+    """With another number of images at once they take other seconds."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("cspd.masked.round_times.TURNS", 1)
+    monkeypatch.setattr("cspd.tuner.STEADY", np.inf)  # whatever else runs here
+
+    def times(num_slots):
+        engine = Engine(MARModels(model), max_batch=num_slots, device="cpu", cache=tmp_path)
+        return engine.runner.tuning.round_times(engine.check(Request(1, budget=0.3, **SETTINGS)), num_slots)
+
+    first = times(2)
+    assert first.keys() == {"full", "lazy 0", "lazy 1", "both", "one"}
+    assert first["full"][0].tolist() == [2, 3, 4, 5, 6] and (first["full"][1] > 0).all()
+    monkeypatch.setattr(budget, "time_rounds", lambda *_: 1 / 0)
+    again = times(2)
+    assert all((again[work] == first[work]).all() for work in first)
+    with pytest.raises(ZeroDivisionError):
+        times(1)
 
 
 def test_seconds_of_head_calls_follow_from_two_chains():
@@ -419,9 +428,9 @@ def test_seconds_of_head_calls_follow_from_two_chains():
     num_full = sum(is_full_call(i, 10, 10) for i in range(10))
     assert 0 < num_full < 10
     mixed = 3 * num_full + 2 * (10 - num_full)
-    assert budget.seconds_of_calls(30.0, mixed, 10, 2) == pytest.approx((3, 2))
-    assert budget.seconds_of_calls(30.0, 31.0, 10, 2) == (3, 3)  # noise: never dearer
-    assert budget.seconds_of_calls(30.0, 30.0, 10, 1) == (3, 3)
+    assert seconds_of_calls(30.0, mixed, 10, 2) == pytest.approx((3, 2))
+    assert seconds_of_calls(30.0, 31.0, 10, 2) == (3, 3)  # noise: never dearer
+    assert seconds_of_calls(30.0, 30.0, 10, 1) == (3, 3)
 
 
 def test_lists_of_iterations():
