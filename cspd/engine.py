@@ -191,10 +191,15 @@ class Scheduler:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self.waiting: deque[Sequence] = deque()
-        self.running: dict[Hashable, list[Sequence]] = {}  # by round key, in the order of their turns
         self.num_slots = num_slots
-        self._free = list(reversed(range(num_slots)))  # the next one to take is the last
+        self.waiting: deque[Sequence] = deque()
+        self.clear()
+
+    def clear(self) -> None:
+        """Removes all sequences."""
+        self.waiting.clear()
+        self.running: dict[Hashable, list[Sequence]] = {}  # by round key, in the order of their turns
+        self._free = list(reversed(range(self.num_slots)))  # the next one to take is the last
 
     def __len__(self) -> int:
         """The number of unfinished sequences. Thread-safe."""
@@ -239,19 +244,6 @@ class Scheduler:
                 del self.running[key]
             self._free.append(sequence.slot)
 
-    def cancel(self, sequence: Sequence) -> None:
-        """Removes a waiting or running sequence."""
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
-        else:
-            self.release([sequence])
-
-    def clear(self) -> None:
-        """Removes all sequences."""
-        self.waiting.clear()
-        for batch in list(self.running.values()):
-            self.release(list(batch))
-
 
 # Threads share an engine, and processes do not.
 
@@ -274,7 +266,8 @@ NAMED = 3  # requests with the same error that are named one by one
 Item = tuple[int, Output]  # the index of a request, and its output
 # (request, fraction of its work that is done, a function that makes a preview)
 OnProgress = Callable[[Request, float, Callable[[], "Image.Image | None"]], object]
-Result = Output | BaseException | None  # of a request: what was made, what ended it, or None if it was cancelled
+Result = Output | BaseException | None  # of a request; what ended it, or None if it was cancelled
+Results = SimpleQueue["tuple[Sequence, Result]"]
 
 
 class _Bar:
@@ -386,11 +379,11 @@ class Engine:
 
         self.scheduler = Scheduler(max_batch)
         self._finisher = Finisher(self.device)
-        self._line: deque[threading.Event] = deque()  # of the threads that want a turn; the first one has it
+        self._line: deque[SimpleQueue[bool]] = deque()  # of the threads that want a turn; the first one has it
         self._tickets = itertools.count()
         self._unfinished: dict[int, Sequence] = {}  # those without a result, by ticket
         self._cancelled: set[Sequence] = set()  # those whose slots are not free yet
-        self._results: SimpleQueue[tuple[Sequence, Result]] = SimpleQueue()  # of requests that came by `add_request`
+        self._results: Results = SimpleQueue()  # of requests that came by `add_request`
         self._outputs: dict[int, Output] = {}  # of these, by ticket, until a step returns them
 
     def __repr__(self) -> str:
@@ -502,16 +495,13 @@ class Engine:
         if prepared.is_decided:
             return prepared
         with self._turn():  # it may run models
-            prepared.runner.at_once = self._at_once(at_once)
+            at_once = self.num_slots if at_once is None else at_once
+            prepared.runner.at_once = max(1, min(self.num_slots, at_once))
             decided = prepared.runner.resolve(prepared.request, prepared.method)
         advice = prepared.method.advice(decided)
         if advice:
             warnings.warn(advice, stacklevel=1)  # from the same line each time, so that Python shows it once
         return dataclasses.replace(prepared, request=decided, is_decided=True)
-
-    def _at_once(self, num: int | None) -> int:
-        """The smaller of the slots and the images that a caller wants together, at least 1."""
-        return self.num_slots if num is None else max(1, min(self.num_slots, num))
 
     def prepare_all(self, requests: Iterable[Request | Prepared]) -> list[Prepared]:
         """Prepares the requests of one call. Raises ValueError if some are bad, naming each fault once."""
@@ -554,24 +544,23 @@ class Engine:
         Raises RuntimeError in a forked process.
         """
         check_not_forked()
-        own = threading.Event()
+        own: SimpleQueue[bool] = SimpleQueue()  # an Event, but faster
         try:
             self._line.append(own)
-            self._line[0].set()  # this one, if no other thread is in line
-            own.wait()
+            self._line[0].put(True)  # to this thread, if no other one is in line
+            own.get()
             yield
         finally:  # also if a signal interrupts the waiting
             self._line.remove(own)
-            with contextlib.suppress(IndexError):  # nobody waits
-                self._line[0].set()
+            waiting = list(self._line)
+            if waiting:
+                waiting[0].put(True)
 
     def add_request(self, request: Request | Prepared) -> int:
         """Queues a request and returns its ticket. Raises ValueError on a bad request, which affects no other."""
         return self._add(request, self._results).ticket
 
-    def _add(
-        self, request: Request | Prepared, results: SimpleQueue[tuple[Sequence, Result]], at_once: int | None = None
-    ) -> Sequence:
+    def _add(self, request: Request | Prepared, results: Results, at_once: int | None = None) -> Sequence:
         check_not_forked()
         prepared = self.prepare(request, at_once)
         request, method = prepared.request, prepared.method
@@ -643,7 +632,7 @@ class Engine:
             batch = self.scheduler.next()
             if batch:
                 finished = self._advance(batch, watch)
-                self.scheduler.release(finished)
+                self._release(finished)
                 self._decode(finished, on_decoded)
             # With nothing left to run there is no round to hide the decoding behind: wait for all images.
             for sequence, output in self._finisher.ready(wait=not len(self.scheduler)):
@@ -669,9 +658,14 @@ class Engine:
         for sequence in batch:
             if len(sequence.reached) < sequence.iteration:
                 sequence.reached.append(sequence.num_started)
-        if len(finished) == len(batch):
-            runner.forget(batch[0].key)
         return finished
+
+    def _release(self, sequences: list[Sequence]) -> None:
+        """Frees the slots of sequences. The state of a kind of rounds goes with the last one."""
+        self.scheduler.release(sequences)
+        for sequence in sequences:
+            if sequence.key not in self.scheduler.running:
+                self.runners[sequence.method.family].forget(sequence.key)
 
     def _decode(self, finished: list[Sequence], on_decoded: Callable[[int], object]) -> None:
         """Begins to decode finished sequences, which share a runner."""
@@ -705,14 +699,15 @@ class Engine:
         return len(cancelled)
 
     def _free_cancelled(self) -> None:
-        """Frees the slots of cancelled sequences, except those that unfinished chains will still write to."""
-        for key, batch in list(self.scheduler.running.items()):
+        """Takes cancelled sequences out, except those whose slots unfinished chains will still write to."""
+        for batch in list(self.scheduler.running.values()):
             if self._cancelled.issuperset(batch):  # all unfinished chains of this kind are theirs
-                self.runners[batch[0].method.family].forget(key)
-                self.scheduler.release(list(batch))
+                self._release(list(batch))
+            else:
+                self._release([each for each in batch if each in self._cancelled and not each.num_under_way])
         for sequence in list(self._cancelled):
-            if sequence in self.scheduler and not sequence.num_under_way:
-                self.scheduler.cancel(sequence)
+            if sequence in self.scheduler.waiting:
+                self.scheduler.waiting.remove(sequence)
             if sequence not in self.scheduler:
                 self._cancelled.remove(sequence)
 
@@ -792,7 +787,7 @@ class Engine:
         indexed = enumerate(requests)
         num = len(requests) if isinstance(requests, Sized) else None
         bar = _Bar(progress, num)
-        results: SimpleQueue[tuple[Sequence, Result]] = SimpleQueue()
+        results: Results = SimpleQueue()
         own: dict[Sequence, int] = {}  # unfinished, with the indices of their requests
         lost: dict[int, str] = {}  # errors of outputs that are not finite, by index
         bad: ValueError | None = None
@@ -844,7 +839,7 @@ class Engine:
         self,
         requests: Iterator[tuple[int, Request | Prepared]],
         own: dict[Sequence, int],
-        results: SimpleQueue[tuple[Sequence, Result]],
+        results: Results,
         at_once: int | None,
     ) -> bool:
         """Queues the next requests of a stream, and adds them to `own`. Returns whether more may be left to read.
@@ -1003,7 +998,7 @@ def _rounds_between(every: int) -> int:
     return every
 
 
-def _drained(results: SimpleQueue[tuple[Sequence, Result]]) -> Iterator[tuple[Sequence, Result]]:
+def _drained(results: Results) -> Iterator[tuple[Sequence, Result]]:
     """Takes everything out of a queue that no other thread reads."""
     while not results.empty():
         yield results.get()

@@ -1011,7 +1011,7 @@ BUGS = [
     Bug(
         "a window is chosen for all slots",
         "cspd/engine.py",
-        "max(1, min(self.num_slots, num))",
+        "max(1, min(self.num_slots, at_once))",
         "self.num_slots",
         "test_engine.py::test_a_window_is_chosen_for_the_images_of_the_call",
     ),
