@@ -29,8 +29,8 @@ from cspd.files import CALIBRATION, weight_files
 from cspd.masked.family import MARModels
 from cspd.method import method_of
 from cspd.models import DESCRIPTION, GET_MODELS, IN_MODELS, Models, bundled, described
+from cspd.origin import content_digest, identity_of, together
 from cspd.request import Request
-from cspd.runs import content_digest, identity_of, together
 from cspd.terminal import __version__, telling
 from mar.checkpoint import load_mar, load_vae, suggestion
 from mar.tensors import CheckpointError, count_numbers, names_in

@@ -65,7 +65,7 @@ class Method:
         token_cost: meaning of `Output.token_cost`: head "calls" per token, or which drafts were "accepted".
         explain: (resolved request, model runner) -> what was chosen and what is predicted of it, in words, or None.
         audit: (model runner, resolved requests, tokens of their finished images, share) -> what is measured at a share
-            of these tokens, by the names of `cspd.runs.measured_lines`.
+            of these tokens, by the names of `cspd.summary.measured_lines`.
     """
 
     name: str

@@ -21,7 +21,8 @@ from cspd.evaluation.images import Subject, subject_of
 from cspd.evaluation.run import SIZE, Shards, finish, generate, plan, shards_store
 from cspd.files import Place, place_of
 from cspd.request import Request
-from cspd.runs import locked, summary_of
+from cspd.runs import locked
+from cspd.summary import summary_of
 from cspd.terminal import install, progress_bar
 
 try:

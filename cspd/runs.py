@@ -1,37 +1,25 @@
-"""The folder of a run: its record, its lock, what ran, and the means of its statistics."""
+"""The folder of a run: its record and its lock."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
-import platform
 import re
 import shlex
 import socket
-import statistics
-import subprocess
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
 from filelock import FileLock, Timeout
 from PIL import Image
 
 from cspd.files import (
-    NUMBER,
-    FileCache,
     Place,
     Remote,
     checked_json,
@@ -39,15 +27,11 @@ from cspd.files import (
     json_bytes,
     make_folder,
     temporary_names,
-    user_cache,
-    weight_files,
     without_name,
     write_bytes,
     write_json,
 )
 from cspd.pixels import png_of
-from cspd.request import PHASES
-from cspd.terminal import __version__, telling
 
 # The lock of a folder: one run at a time holds it. The kernel releases the lock of a killed process.
 
@@ -389,285 +373,6 @@ def _shown(value: object) -> str:
     text = json.dumps(value)
     longest = LONGEST_LIST if isinstance(value, list) else LONGEST
     return text if len(text) < longest else f"{text[:40]} ... {text[-40:]}"
-
-
-# The means of a run's statistics, and its speed.
-
-COUNTS = ("iterations", "backbone_calls", "head_calls", "head_evaluations", "draft_backbone_calls", "bound")
-MEASURED = (  # of a method whose guarantee is "measured"
-    "difference",
-    "difference_error",
-    "difference_worst_percent",
-    "difference_worst",
-    "divergence",
-    "divergence_error",
-    "audit",
-    "audit_error",
-)
-WORTH = 1.05  # times as fast as baseline sampling: below, there is no speed-up
-SPEED = ("speedup", "speedup_range", "speedup_unknown", "plain_seconds_per_image", "alternative")  # of a summary
-LAZY = "lazy_backbone_calls"
-
-
-OPTIONAL = (*NUMBER, type(None))
-STATS = {  # the parts of an image's statistics that summaries read
-    "guarantee": str,
-    "head_calls_per_token": NUMBER,
-    "seconds": {str: NUMBER},
-    "committed?": {str: int},
-    **{f"{name}?": NUMBER for name in (*COUNTS, LAZY)},
-    **{f"{name}?": OPTIONAL for name in ("step_compression", "alpha", *MEASURED)},
-    "largest_token?": OPTIONAL,
-}
-
-
-SUMMARY = {  # the parts of a `summary_of` that reports read
-    "guarantee": str,
-    "images_made": int,
-    **{name: NUMBER for name in ("seconds", "images_per_second", *[f"{name}_per_image" for name in COUNTS])},
-    "head_calls_per_token": NUMBER,
-}
-
-
-def standard_error(values: Sequence[float]) -> float | None:
-    """The standard error of the mean of independent values, or None if there is only one."""
-    if len(values) < 2:
-        return None
-    return statistics.stdev(values) / len(values) ** 0.5
-
-
-def summary_of(stats: Sequence[dict], generated: int, seconds: float) -> dict:
-    """Means of images' statistics (`RoundStats.to_dict`), and the speed of the `generated` images of this run.
-
-    Statistics of older versions may lack `LAZY` and `MEASURED`.
-    """
-    guarantees = [each["guarantee"] for each in stats]
-    summary = {
-        # an image may have a weaker one than its settings promise
-        "guarantee": next((own for own in guarantees if own != guarantees[0]), guarantees[0]),
-        "images_made": generated,
-        "seconds": seconds,
-        "images_per_second": generated / seconds,
-    }
-    for name in (*COUNTS, LAZY):
-        total = sum(image.get(name, 0) for image in stats)
-        summary[f"{name}_per_image"] = total / len(stats)
-    # VQ models only: tokens per forward pass, and the bound, which is a mean over images
-    compression = _mean_of(stats, "step_compression")
-    if compression is not None:
-        summary["step_compression"] = compression
-        summary["rounds_by_codes_committed"] = _rounds_by_tokens(stats)
-        summary["bound_standard_error"] = standard_error([image.get("bound", 0) for image in stats])
-    summary["alpha"] = _mean_of(stats, "alpha")
-    summary["head_calls_per_token"] = _mean_of(stats, "head_calls_per_token")
-    summary |= measured(stats)
-    phases = [image["seconds"] for image in stats]
-    summary["seconds_by_phase"] = {phase: _mean_of(phases, phase) for phase in PHASES}
-    return summary
-
-
-def _mean_of(stats: Sequence[Mapping], name: str) -> float | None:
-    """The mean over the images that have a value, or None if no image has one."""
-    values = [image[name] for image in stats if image.get(name) is not None]
-    return statistics.fmean(values) if values else None
-
-
-def _rounds_by_tokens(stats: Sequence[dict]) -> dict[int, int]:
-    """The number of rounds, by how many tokens a round committed."""
-    rounds: Counter[int] = Counter()
-    for image in stats:
-        for tokens, count in image.get("committed", {}).items():
-            rounds[int(tokens)] += count  # JSON has strings as keys
-    return dict(sorted(rounds.items()))
-
-
-def measured(stats: Sequence[Mapping]) -> dict[str, float | None]:
-    """Means over images of the values in `MEASURED`; None for values that were not measured.
-
-    `audit_error` is the standard error of the mean audit. With several images it comes from their spread, which covers
-    all differences between them; a single image has its own estimate.
-    """
-    means = {name: _mean_of(stats, name) for name in MEASURED}
-    # the error that a single image has for its own tokens misses how images differ
-    audits = [image["audit"] for image in stats if image.get("audit") is not None]
-    if len(audits) > 1:
-        means["audit_error"] = standard_error(audits)
-    return means
-
-
-def measured_lines(summary: Mapping) -> list[tuple[str, str, str]]:
-    """The measured values of a summary, for people: (title, value, meaning) each."""
-
-    def error_of(name: str) -> str:
-        error = summary.get(f"{name}_error")
-        return "" if error is None else f"+- {error:.3f} "
-
-    lines = []
-    if summary.get("difference") is not None:
-        meaning = "s.d. of a token (r.m.s.) from the full chain's of the same condition and noise, held-out"
-        lines.append(("difference", f"{summary['difference']:.3f}", error_of("difference") + meaning))
-    if summary.get("difference_worst") is not None:
-        meaning = f"s.d. or more for 1 % of these tokens, and {summary['difference_worst']:.3f} for the worst one"
-        lines.append(("worst tokens", f"{summary['difference_worst_percent']:.3f}", meaning))
-    if summary.get("audit") is not None:
-        meaning = f"{error_of('audit')}nats per token, the divergence from baseline sampling, estimated on these images"
-        lines.append(("audit", f"{summary['audit']:.3f}", meaning))
-    if summary.get("audit_difference") is not None:
-        meaning = "s.d. of a token (r.m.s.) from an exact one of the same noise, on these images"
-        lines.append(("audit difference", f"{summary['audit_difference']:.3f}", meaning))
-    return lines
-
-
-def speed_line(summary: Mapping, at_once: int) -> str | None:
-    """The speed of a run relative to baseline sampling, for people, or None if the summary lacks it."""
-    speedup = summary.get("speedup")
-    if speedup is None:
-        why = summary.get("speedup_unknown")
-        return why and f"the speed-up over baseline sampling (ar) is not known: {why}"
-    low, high = summary.get("speedup_range") or (speedup, speedup)  # older versions measured no range
-    line = f"{speedup:.1f}x"
-    if f"{low:.1f}" != f"{high:.1f}":
-        line += f" ({low:.1f} to {high:.1f})"
-    line += " as fast as baseline sampling (ar)"
-    if speedup >= WORTH and low > 1:
-        return line
-    noun = "image" if at_once == 1 else "images"
-    nothing = f"no speed-up with {at_once} {noun} at once on this device"
-    line = nothing if low == high == 1 else f"{line}: {nothing}"
-    if summary.get("alternative") == "calibrated":
-        line += "; `--method calibrated` may give one, with a measured error"
-    return line
-
-
-# The origin of a report: date, command, versions, machine, and the models' files.
-
-LIBRARIES = ("numpy", "torch-fidelity")
-PATIENCE = 10  # seconds that git may take
-DIGESTS = "digests"  # the folder of digests in the user's cache
-OTHER_WEIGHTS = 2**27  # bytes: larger files beside a model's weights are the same weights in formats that nothing reads
-
-
-def what_ran(machine: Mapping, models: Sequence[dict] = (), command: str | None = None) -> dict:
-    """The origin of a report, as plain values.
-
-    Args:
-        machine: from `cspd.engine.Engine.describe`. models: from `models_of`. command: the command line.
-
-    Returns:
-        "date" (ISO 8601, with the offset from UTC), "command", "commit" (None if the package is not in a checkout),
-        "versions", "machine" and "models".
-    """
-    versions = {"cspd": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    for name in LIBRARIES:
-        with contextlib.suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return {
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": command,
-        "commit": commit_of(Path(__file__)),
-        "versions": versions,
-        "machine": {name: value for name, value in machine.items() if name != "torch"},  # torch is in versions
-        "models": list(models),
-    }
-
-
-def models_of(settings: Mapping[str, Any], runner: Any) -> list[dict]:
-    """The models of a model runner whose files a run's settings name: the file's name, fingerprint and size.
-
-    Args:
-        settings: from `cspd.checkpoints.run_settings`. runner: the engine's, of the models' family.
-    """
-    modules = {"vae": getattr(runner, "vae", None), **runner.models}
-    found = []
-    for role, stored in settings.items():
-        if role in modules and isinstance(stored, dict):
-            parameters = sum(each.numel() for each in modules[role].parameters())
-            about = {name: stored[name] for name in ("file", "sha256", "bytes")}
-            found.append({"role": role, **about, "parameters": parameters})
-    return found
-
-
-def model_line(model: Mapping) -> str:
-    """A model of `models_of` for people: "target.safetensors, 8.5 million parameters, sha256 0123456789ab"."""
-    millions = model["parameters"] / 1e6
-    fingerprint = model["sha256"][:12]
-    return f"{model['file']}, {millions:,.1f} million parameters, sha256 {fingerprint}"
-
-
-def file_fingerprint(path: Place) -> str:
-    """sha256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for block in iter(lambda: file.read(2**20), b""):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def together(fingerprints: Sequence[str]) -> str:
-    """One fingerprint for several. The fingerprint of a single file stays as it is."""
-    # users can compare it with sha256sum
-    if len(fingerprints) == 1:
-        return fingerprints[0]
-    return hashlib.sha256("".join(fingerprints).encode()).hexdigest()
-
-
-@dataclass
-class Content:
-    """The digest of a file's content, cached so that many gigabytes of weights are read once: uint8 [32]."""
-
-    sha256: np.ndarray
-
-    def check(self, *_: int) -> None:
-        """Raises ValueError if it is not a digest."""
-        if self.sha256.dtype != np.uint8 or self.sha256.shape != (32,):
-            raise ValueError("the content of a file has no digest of SHA-256")
-
-
-def content_digest(path: Path) -> str:
-    """`file_fingerprint` of a file with a model, from the user's cache unless its path, size or time has changed."""
-    path = path.resolve()
-    about = path.stat()
-    key = {"file": str(path), "bytes": about.st_size, "modified": about.st_mtime_ns}
-    cache = FileCache([user_cache() / DIGESTS])
-    found = cache.find(Content, key)
-    if found is None:
-        with telling(f"reading {path} once, for its digest"):
-            found = Content(np.frombuffer(bytes.fromhex(file_fingerprint(path)), np.uint8))
-        cache.put(found, key)
-    return found.sha256.tobytes().hex()
-
-
-def identity_of(folder: Path) -> str:
-    """A hash, in hexadecimal, of the names and contents of a model's files in a folder, except hidden files."""
-    weights = weight_files(folder)
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        is_hidden = path.name.startswith(".")  # file managers leave some
-        if path.is_file() and not is_hidden and (path in weights or path.stat().st_size < OTHER_WEIGHTS):
-            digest.update(f"{path.name} {content_digest(path)}\n".encode())
-    return digest.hexdigest()
-
-
-def commit_of(file: Path) -> str | None:
-    """The commit of the git checkout that contains a file, with "-dirty" if something in it was changed since.
-
-    None without git, or if git does not track the file: a package may be installed inside another project.
-    """
-    if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
-        return None
-    commit = _git(file.parent, "rev-parse", "HEAD")
-    # `git describe --dirty` would lock the index, and a killed run would leave the lock
-    changes = _git(file.parent, "status", "--porcelain", "--untracked-files=no")
-    return f"{commit}-dirty" if changes else commit
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
 
 
 def write_png(path: Place, picture: Image.Image) -> None:

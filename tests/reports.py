@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cspd.comparison import report
-from cspd.runs import what_ran
+from cspd.origin import what_ran
 
 
 def spread(*values):

@@ -27,8 +27,8 @@ from cspd.checkpoints import checkpoint_files, family_of, fetched
 from cspd.discrete.gpt import GPT, Eagle, GPTConfig, VQConfig, VQModel
 from cspd.files import WEIGHTS, check_files, weight_files
 from cspd.models import ClassNames, described, imagenet, modules_of
+from cspd.origin import OTHER_WEIGHTS, identity_of
 from cspd.request import Sequence
-from cspd.runs import OTHER_WEIGHTS, identity_of
 from mar.model import MAR, MARConfig
 from mar.tensors import CheckpointError, printable, read_tensors
 from mar.vae import AutoencoderKL, KLConfig

@@ -22,7 +22,7 @@ FLOORS = {
     6: ["cspd.checkpoints", "cspd.evaluation", "cspd.seams", "cspd.serving", "cspd.speed"],
     5: ["cspd.engine", "cspd.masked", "cspd.discrete", "cspd.causal"],
     4: ["cspd.continuous", "cspd.models"],
-    3: ["cspd.heads", "cspd.method", "cspd.tuner", "cspd.runs", "cspd.noise"],
+    3: ["cspd.heads", "cspd.method", "cspd.tuner", "cspd.runs", "cspd.summary", "cspd.origin", "cspd.noise"],
     2: ["cspd.request", "cspd.inpainting", "cspd.device", "cspd.files", "cspd.kernels"],
     1: ["cspd.option", "cspd.terminal", "cspd.pixels", "cspd.graphs", "cspd.plots", "cspd.transformer", "mar"],
 }

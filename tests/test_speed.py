@@ -16,8 +16,8 @@ from cspd.cli import main, sample
 from cspd.cli.sample import sample_to_folder
 from cspd.inpainting import Inpainting
 from cspd.models import bundled
-from cspd.runs import WORTH, speed_line
 from cspd.speed import FEWEST, against_plain, compared, is_plain, iteration_at, num_affordable, round_weights, starts
+from cspd.summary import WORTH, speed_line
 
 QUICK = {"num_iter": 8, "num_sampling_steps": 12, "cfg": 2.0}
 QUICK_RUN = "--num-iter 12 --num-sampling-steps 6 --cfg 1 --window 2 --draft frozen --device cpu".split()

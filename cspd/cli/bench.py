@@ -30,9 +30,10 @@ from cspd.heads.calibrated import Shortcut, plans
 from cspd.heads.calibration import WINDOWS, Calibration
 from cspd.method import METHODS, PUBLISHED, find, method_names, parse_method, with_method
 from cspd.option import COMMON
+from cspd.origin import models_of, what_ran
 from cspd.plots import Panel, PlotPoint, speed_quality
 from cspd.request import Request, RoundStats
-from cspd.runs import measured, measured_lines, models_of, what_ran
+from cspd.summary import measured, measured_lines
 from cspd.terminal import if_stopped, progress_bar
 
 # `cspd bench`: the speed of sampling, end to end, relative to baseline sampling.

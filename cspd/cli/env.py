@@ -63,7 +63,7 @@ def _device() -> str:
 
 
 def _commit() -> str:
-    from cspd.runs import commit_of
+    from cspd.origin import commit_of
 
     return commit_of(Path(__file__)) or "not in a checkout"
 

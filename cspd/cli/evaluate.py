@@ -88,18 +88,10 @@ from cspd.evaluation.scores import num_splits
 from cspd.files import Place, checked_json, place_of, write_json
 from cspd.method import METHODS
 from cspd.option import BUNDLED, DEFAULTS, option_names
+from cspd.origin import file_fingerprint, model_line, models_of, what_ran
 from cspd.request import Request
-from cspd.runs import (
-    SUMMARY,
-    Store,
-    differences,
-    file_fingerprint,
-    files_told,
-    measured_lines,
-    model_line,
-    models_of,
-    what_ran,
-)
+from cspd.runs import Store, differences, files_told
+from cspd.summary import SUMMARY, measured_lines
 from cspd.terminal import if_stopped, progress_bar
 
 # The report of `cspd evaluate` as text.

@@ -52,9 +52,10 @@ from cspd.files import (
     publishing,
     write_bytes,
 )
+from cspd.origin import file_fingerprint
 from cspd.pixels import png_of, png_text, to_pil
 from cspd.request import Request
-from cspd.runs import Store, file_fingerprint, missing_files
+from cspd.runs import Store, missing_files
 from cspd.terminal import install, progress_bar
 from mar.tensors import printable
 

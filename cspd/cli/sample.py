@@ -43,26 +43,13 @@ from cspd.evaluation.run import (
 from cspd.files import Remote, append_json, misfit, ordinary, parse_json, place_of, without_none, write_bytes
 from cspd.inpainting import Inpainting, Resized, cropping, placed
 from cspd.method import Prepared
+from cspd.origin import file_fingerprint
 from cspd.pixels import png_of, to_pil
 from cspd.plots import grid, token_cost_grid, usual_columns
 from cspd.request import Output, Request
-from cspd.runs import (
-    LAZY,
-    OPTIONAL,
-    SPEED,
-    STATS,
-    Store,
-    differences,
-    earlier_choices,
-    file_fingerprint,
-    files_told,
-    measured_lines,
-    missing_files,
-    speed_line,
-    summary_of,
-    write_png,
-)
+from cspd.runs import Store, differences, earlier_choices, files_told, missing_files, write_png
 from cspd.speed import PlainRounds, against_plain, is_plain
+from cspd.summary import LAZY, OPTIONAL, SPEED, STATS, measured_lines, speed_line, summary_of
 from cspd.terminal import API_KEY, if_stopped, install
 
 # Sampling into a folder: PNGs, a grid with captions and a JSON record. An interrupted run resumes.

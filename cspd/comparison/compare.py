@@ -41,8 +41,10 @@ from cspd.evaluation.scores import (
     statistics_of,
 )
 from cspd.method import guarantee_of
+from cspd.origin import models_of, what_ran
 from cspd.request import Request
-from cspd.runs import LAZY, Store, measured, models_of, what_ran
+from cspd.runs import Store
+from cspd.summary import LAZY, measured
 from cspd.terminal import MOST, progress_bar
 
 

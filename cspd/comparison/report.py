@@ -22,9 +22,9 @@ from cspd.evaluation.metrics import titled
 from cspd.evaluation.scores import student_limit
 from cspd.files import link_of, write_bytes, write_json
 from cspd.method import GUARANTEES
+from cspd.origin import model_line
 from cspd.pixels import png_of
 from cspd.plots import Panel, PlotPoint, beside, seed_grid, speed_quality, stacked
-from cspd.runs import model_line
 
 # The report of `cspd compare` as text, Markdown and CSV.
 

@@ -35,7 +35,8 @@ from cspd.method import (
 )
 from cspd.option import BUNDLED, check_integer
 from cspd.request import Output, Request
-from cspd.runs import DECIDED, LAZY, MEASURED, OPTIONAL, Store, earlier_choices, missing_files
+from cspd.runs import DECIDED, Store, earlier_choices, missing_files
+from cspd.summary import LAZY, MEASURED, OPTIONAL
 from cspd.terminal import LARGEST_SEED, MOST, choice, label_list, progress_bar, shortened
 
 # A study's file (YAML), and names of configurations like cspd:gamma=8. Both give entries, which are settings by name; a

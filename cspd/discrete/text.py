@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cspd.files import WEIGHTS, check_files, check_loaded, read_item, read_json, user_cache, write_item
-from cspd.runs import identity_of
+from cspd.origin import identity_of
 from cspd.terminal import install, shortened, telling
 from mar.checkpoint import MOST
 from mar.tensors import CheckpointError, reason_of

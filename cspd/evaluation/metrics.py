@@ -61,8 +61,8 @@ from cspd.files import (
     write_item,
 )
 from cspd.models import bundled, bundled_folder
+from cspd.origin import file_fingerprint, together
 from cspd.pixels import to_pil
-from cspd.runs import file_fingerprint, together
 from cspd.terminal import choice, install, progress_bar, telling
 from mar.checkpoint import fill
 from mar.tensors import CheckpointError, read_tensors, reason_of

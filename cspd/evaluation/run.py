@@ -37,7 +37,8 @@ from cspd.option import without_removed
 from cspd.pixels import to_pil, to_uint8
 from cspd.plots import grid
 from cspd.request import Output, Request
-from cspd.runs import STATS, InUse, Store, earlier_choices, missing_files, summary_of, write_png
+from cspd.runs import InUse, Store, earlier_choices, missing_files, write_png
+from cspd.summary import STATS, summary_of
 from cspd.terminal import MOST, progress_bar, shortened
 
 # The part of a run that a process makes. Parts know nothing of each other but the files in the folder.

@@ -27,7 +27,7 @@ from cspd.method import Method, register, register_family
 from cspd.models import NO_NAMES, ClassNames
 from cspd.option import BUDGET as ANY_BUDGET
 from cspd.request import Request, Sequence, Stopwatch
-from cspd.runs import MEASURED
+from cspd.summary import MEASURED
 from mar.model import MAR
 from mar.vae import AutoencoderKL
 

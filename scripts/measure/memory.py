@@ -18,7 +18,7 @@ from cspd.device import precision_of
 from cspd.discrete.kv_cache import bytes_per_slot
 from cspd.discrete.registry import create_gpt
 from cspd.masked import runner as masked
-from cspd.runs import commit_of
+from cspd.origin import commit_of
 from mar.checkpoint import create_mar
 
 FILE = Path(__file__).parents[2] / "docs" / "results" / "memory.json"

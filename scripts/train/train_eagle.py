@@ -40,7 +40,7 @@ from cspd.discrete.registry import HFConfig, defaults_of
 from cspd.discrete.runner import VQRunner
 from cspd.evaluation.images import Subject, are_texts, asking_for, image_files
 from cspd.files import weight_files
-from cspd.runs import file_fingerprint, together
+from cspd.origin import file_fingerprint, together
 
 CLASSIFICATION = 0.1  # weight of the cross-entropy, as in the paper
 NOISE = 0.1  # uniform, on the input features, which are predictions in drafting

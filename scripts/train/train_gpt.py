@@ -22,7 +22,7 @@ from training import HELD_OUT_SEED, Loss, chosen, device_of_process, export, fit
 
 from cspd.discrete.gpt import GPT, VQModel
 from cspd.discrete.registry import GPTS, gpt_spec, load_tokenizer
-from cspd.runs import file_fingerprint
+from cspd.origin import file_fingerprint
 
 LABEL_DROP = 0.1
 HELD_OUT = 512  # images

@@ -28,7 +28,7 @@ from training import Loss, chosen, device_of_process, export, fit, go_on_with, r
 
 import cspd
 from cspd.models import described
-from cspd.runs import file_fingerprint
+from cspd.origin import file_fingerprint
 from mar.checkpoint import MARS, load_vae, mar_spec
 from mar.head import TRAIN_STEPS, Head, training_loss
 from mar.model import MAR

@@ -52,7 +52,7 @@ from cspd.heads.chain import LEAST_TO_GO
 from cspd.heads.learned import Learned
 from cspd.heads.net import TorchNoise
 from cspd.heads.speculative import Finished, acceptance
-from cspd.runs import file_fingerprint
+from cspd.origin import file_fingerprint
 from cspd.seams import seam_of
 from mar.checkpoint import load_vae
 from mar.vae import AutoencoderKL

@@ -29,7 +29,7 @@ import cspd
 from cspd.causal.autoencoders import SphereVAE
 from cspd.causal.models import Causal
 from cspd.causal.registry import CAUSALS, load_autoencoder
-from cspd.runs import file_fingerprint
+from cspd.origin import file_fingerprint
 
 LABEL_DROP = 0.1
 UNIFORM_SHARE = 0.25  # of the times of the head's loss

@@ -44,7 +44,7 @@ from training import (
 from cspd.discrete.gpt import GPT, VQModel
 from cspd.discrete.registry import GPTS, gpt_spec, load_tokenizer
 from cspd.files import weight_files
-from cspd.runs import file_fingerprint, together
+from cspd.origin import file_fingerprint, together
 
 HELD_OUT = 512  # images
 ENCODER = "text_encoder"  # the encoder's directory, next to the target

@@ -27,8 +27,9 @@ from torchvision.utils import make_grid
 from tqdm import tqdm
 
 from cspd.files import publishing
+from cspd.origin import file_fingerprint
 from cspd.pixels import to_pil
-from cspd.runs import file_fingerprint, write_png
+from cspd.runs import write_png
 from mar.checkpoint import fill, metadata_of
 from mar.tensors import read_tensors
 

@@ -14,8 +14,8 @@ from cspd.evaluation import metrics
 from cspd.evaluation.images import ImageList
 from cspd.evaluation.metrics import FILES, Clip, Reference, check_clip, dinov2_features, mean_and_error, measure
 from cspd.evaluation.scores import discrepancy, frechet, gaussian, statistics_of
+from cspd.origin import file_fingerprint
 from cspd.pixels import to_pil
-from cspd.runs import file_fingerprint
 from mar.tensors import CheckpointError
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from cspd.heads.chain import Chain
 from cspd.heads.net import evaluate
 from cspd.masked.runner import MARRunner
 from cspd.request import RoundStats
-from cspd.runs import MEASURED, measured, measured_lines
+from cspd.summary import MEASURED, measured, measured_lines
 from mar.head import schedule
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from cspd.heads import speculative, verify
 from cspd.heads.calibration import Calibration, frozen
 from cspd.heads.speculative import Finished, acceptance
 from cspd.heads.verify import Slots
-from cspd.runs import summary_of
+from cspd.summary import summary_of
 
 CASE = Case(MIXTURE, GUIDED, 30, 2.0)
 WINDOW, NUM_CHAINS, SEED = 5, 23, 4
