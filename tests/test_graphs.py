@@ -20,7 +20,7 @@ from toys import SMALL, staggered, toy_mar
 
 import cspd
 from cspd import Engine, MARModels, Request, graphs
-from cspd.cli.bench import bench, format_bench
+from cspd.cli.bench import bench, case_of, format_bench
 from cspd.graphs import Graphs
 from cspd.method import METHODS
 
@@ -242,7 +242,7 @@ def test_bench_reports_captures():
     with standin.cuda():
         engine = Engine(MARModels(toy_mar()), max_batch=1, device=standin.DEVICE)
         request = Request(1, 1, "ar", num_iter=2, num_sampling_steps=4, first_timestep=950)
-        report = bench(engine, [request], [1], [], [], [], runs=1, queued=None, accuracy=None)
+        report = bench(engine, [case_of(engine, request, [], [], [])], [1], runs=1, queued=None, accuracy=None)
     assert len(report["captures"]) == 1
     assert format_bench(report).endswith("\n".join(report["captures"]))
 

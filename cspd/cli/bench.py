@@ -75,13 +75,32 @@ def contenders(
     return found
 
 
+Case = tuple[Request, dict[str, Request | None]]  # a request with a setting to time, and its contenders by name
+
+
+def case_of(
+    engine: Engine, request: Request, names: Sequence[str], gammas: Sequence[int], verify: Sequence[str]
+) -> Case:
+    """The contenders of a request, with the defaults of the models filled in.
+
+    Args:
+        names, gammas, verify: see `contenders`.
+
+    Raises:
+        ValueError: an invalid request.
+    """
+    request = replace(request, **_common_settings(engine.resolve(with_method(request, "ar"))))
+    found = contenders(request, engine.runner.seq_len, names, gammas, verify)
+    for contender in found.values():
+        if contender is not None:
+            engine.check(contender)
+    return request, found
+
+
 def bench(
     engine: Engine,
-    requests: Sequence[Request],
+    cases: Sequence[Case],
     batches: Sequence[int],
-    names: Sequence[str],
-    gammas: Sequence[int],
-    verify: Sequence[str],
     runs: int,
     queued: int | None,
     accuracy: Accuracy | None,
@@ -93,27 +112,13 @@ def bench(
 
     Args:
         engine: gets as many slots as each batch has images; the window of `speculative` depends on them.
-        requests: one for each setting to time, with the first label and seed.
-        names, gammas, verify: see `contenders`.
+        cases: one for each setting to time, whose request has the first label and seed.
         queued: also measure each contender's peak memory on this many requests of the first setting, through each
             number of slots.
 
     Returns:
         A JSON-able report, see `format_bench`.
-
-    Raises:
-        ValueError: an invalid request.
     """
-    # Fill in the defaults of the models, and reject invalid requests before anything is timed.
-    cases = []
-    for request in requests:
-        request = replace(request, **_common_settings(engine.resolve(with_method(request, "ar"))))
-        timed_requests = contenders(request, engine.runner.seq_len, names, gammas, verify)
-        for contender in timed_requests.values():
-            if contender is not None:
-                engine.check(contender)
-        cases.append((request, timed_requests))
-
     # Memory comes before the timed runs, and small batches first: a peak includes the caches that earlier runs keep.
     first = {name: contender for name, contender in cases[0][1].items() if contender is not None}
     peaks = []
@@ -140,7 +145,7 @@ def bench(
                     if run > 0:
                         timed[name].append(result)
                     bar.update()
-            rows += [_row(name, batch, request, timed[name], timed["ar"]) for name in timed]
+            rows += [_row(name, batch, request, results, timed["ar"]) for name, results in timed.items()]
             if own.graphs.captures:
                 captures.append(f"batch {batch}: {own.graphs.summary()}")
     return {
@@ -359,15 +364,13 @@ def run_bench(args: argparse.Namespace) -> None:
     for num_iter, cfg in itertools.product(args.num_iter or [None], args.cfg or [None]):
         requests.append(request_of(args, num_iter=num_iter, cfg=cfg, gamma=None, verify=None))
     settings = _all_settings(args, engine, requests[0], names)
+    gammas, verify = args.gamma or [8, 16], args.verify or ["parallel"]
     target: Any = checkpoint_files(args.checkpoint)["target"]
     space = space_of(target)
     report = bench(
         engine,
-        requests,
+        [case_of(engine, request, names, gammas, verify) for request in requests],
         args.batch,
-        names,
-        gammas=args.gamma or [8, 16],
-        verify=args.verify or ["parallel"],
         runs=args.runs,
         queued=args.queued,
         accuracy=None if space is None else functools.partial(accuracy, load_classifier(space)),

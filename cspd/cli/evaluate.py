@@ -24,7 +24,7 @@ from cspd.cli.options import (
     request_of,
 )
 from cspd.cli.papers import run_paper
-from cspd.comparison.compare import compare, tune
+from cspd.comparison.compare import Evaluation, compare, tune
 from cspd.comparison.report import choice_told, front_table, shortfall, text_table, wanted, write
 from cspd.comparison.study import (
     CHUNKS,
@@ -251,7 +251,7 @@ def run_compare(args: argparse.Namespace) -> None:
     for row in configurations(entries, common, load, asked_for):
         files = run_settings(with_models(row.models), row.engine.check(row.request))
         rows.append(replace(row, files=files))
-    how = how_to_evaluate(args, rows)
+    evaluation = how_to_evaluate(args, rows)._replace(clip=args.clip)
     subjects = prompts or class_numbers(settings["labels"], rows[0].engine)
     num = settings["num"]
 
@@ -266,11 +266,10 @@ def run_compare(args: argparse.Namespace) -> None:
             subjects,
             num,
             store,
+            evaluation,
             seed=settings["seed"],
-            clip=args.clip,
             overwrite=args.overwrite,
             command=args.line,
-            **how,
         )
         print(text_table(report))
         written = ", ".join(write(report, images, args.out))
@@ -303,8 +302,8 @@ def _study(args: argparse.Namespace) -> tuple[dict, dict, list[dict]]:
     return settings, common, entries
 
 
-def how_to_evaluate(args: argparse.Namespace, rows: Sequence[Configuration]) -> dict:
-    """The space, weights and reference of an evaluation, checked before there are images; {} without a space."""
+def how_to_evaluate(args: argparse.Namespace, rows: Sequence[Configuration]) -> Evaluation:
+    """How the images of these rows are evaluated, checked before there are images."""
     targets: list[Any] = [checkpoint_files(row.models["checkpoint"])["target"] for row in rows]
     spaces = set(map(space_of, targets))
     # values of different spaces cannot be compared
@@ -314,11 +313,11 @@ def how_to_evaluate(args: argparse.Namespace, rows: Sequence[Configuration]) -> 
     if space is None:
         if args.ref:
             raise ValueError(f"--ref {args.ref} needs the features of Inception-v3 for these models: give --weights")
-        return {}
+        return Evaluation()
     reference = reference_for(space, args.ref)
     for side in {row.engine.runner.image_size for row in rows}:
         check(side, space=space, weights=args.weights, reference=reference, device=args.device)
-    return {"space": space, "weights": args.weights, "reference": reference}
+    return Evaluation(space, args.weights, reference)
 
 
 # `cspd evaluate`: the quality of many images, and the speed of sampling them.
@@ -583,8 +582,8 @@ def run_tune(args: argparse.Namespace) -> None:
         files = run_settings(args, engine.check(row.request))
         rows.append(replace(row, files=files))
     baseline, *found = rows
-    how = how_to_evaluate(args, [baseline])
-    _check_limits(limits, how)
+    evaluation = how_to_evaluate(args, [baseline])
+    _check_limits(limits, evaluation)
 
     def progress() -> str:
         written = len(list((args.out / CHUNKS).glob("*.npz")))
@@ -599,10 +598,10 @@ def run_tune(args: argparse.Namespace) -> None:
             args.num,
             limits,
             store,
+            evaluation,
             seed=args.seed,
             overwrite=args.overwrite,
             command=args.line,
-            **how,
         )
         tuned = report["tune"]
         chosen = next((row for row in found if row.name == tuned["chosen"]), None)
@@ -621,16 +620,16 @@ def run_tune(args: argparse.Namespace) -> None:
     print(f"\n{tuned['told']}\n\n  {tuned['command']}")
 
 
-def _check_limits(limits: Mapping[str, float], how: Mapping[str, object]) -> None:
+def _check_limits(limits: Mapping[str, float], evaluation: Evaluation) -> None:
     """Raises ValueError if images of these models have no value for a limit."""
     # a divergence is measured when a method is fitted, and needs no images
     if "divergence" in limits:
         return
-    if not how:
+    if evaluation.space is None:
         raise ValueError("--tolerance needs the features of Inception-v3 for these models: give --weights")
-    if "fid" in limits and how["reference"] is None:
+    if "fid" in limits and evaluation.reference is None:
         raise ValueError("--tolerance fid needs a reference: give --ref")
-    if "accuracy" in limits and how["space"] == INCEPTION:
+    if "accuracy" in limits and evaluation.space == INCEPTION:
         raise ValueError("--tolerance accuracy needs a classifier, which only bundled models have: leave it out")
 
 

@@ -61,6 +61,9 @@ class Evaluation(NamedTuple):
     clip: Path | None = None
 
 
+NO_EVALUATION = Evaluation()
+
+
 # The CLIP scores of a text-to-image comparison: each row's, and its difference from baseline sampling of the same
 # prompts and seeds.
 
@@ -137,12 +140,9 @@ def compare(
     subjects: Sequence[Subject],
     num: int,
     store: Store,
+    evaluation: Evaluation = NO_EVALUATION,
     *,
     seed: int = 0,
-    space: str | None = None,
-    weights: Path | None = None,
-    reference: Reference | None = None,
-    clip: Path | None = None,
     overwrite: bool = False,
     progress: bool = True,
     command: str | None = None,
@@ -158,8 +158,8 @@ def compare(
         subjects: class indices or prompts, cycled: image i has subjects[i % len(subjects)].
         store: the folder, see `cspd.comparison.study.comparison_store`; it stays claimed until the store's `with` block
             ends.
+        evaluation: how the images are evaluated.
         seed: of the first image, unless a row has its own; the next image has the next seed.
-        space, weights, reference, clip: see `Evaluation`.
         overwrite: replace another run in the folder.
         command: the command line, which the report names.
 
@@ -172,7 +172,6 @@ def compare(
     how: dict[str, Any] = {"overwrite": overwrite, "timed": TIMED, "progress": progress}
     with taking_turns(rows, subjects, [num], seed, store, **how) as runs:
         chunks = runs.make(num)
-    evaluation = Evaluation(space, weights, reference, clip)
     report, images, _ = report_of(rows, runs.plans, chunks, subjects, seed, evaluation, progress)
     report["ran"] = ran_by(rows, command)
     return report, images
@@ -570,11 +569,9 @@ def tune(
     num: int,
     limits: Mapping[str, float],
     store: Store,
+    evaluation: Evaluation = NO_EVALUATION,
     *,
     seed: int = 0,
-    space: str | None = None,
-    weights: Path | None = None,
-    reference: Reference | None = None,
     overwrite: bool = False,
     progress: bool = True,
     command: str | None = None,
@@ -589,7 +586,7 @@ def tune(
         plain: baseline sampling with the user's own settings, which the limits refer to.
         limits: how much worse than baseline sampling a candidate may be. "fid", "inception_score", "accuracy": a
             fraction of its value. "divergence": nats per token between the chains, 0 for an exact method.
-        store, seed, space, weights, reference, overwrite, command: as in `compare`.
+        store, evaluation, seed, overwrite, command: as in `compare`.
 
     Returns:
         The report of a comparison of the last rung's rows. Each has "losses", how much worse than baseline sampling it
@@ -604,15 +601,19 @@ def tune(
     """
     other = seed + OTHER_SEEDS
     rows = [plain, replace(plain, name=f"{plain.name}:seed={other}", seed=other), *candidates]
-    evaluation = Evaluation(space, weights, reference)
     folder: dict = {"overwrite": overwrite, "written": [*WRITTEN, TUNE], "may_fail": True, "progress": progress}
     with taking_turns(rows, labels, rungs(num), seed, store, **folder) as runs:
         history, report, images = _search(runs, labels, rungs(num), seed, limits, evaluation)
         failed = {rows[r].name: reason for r, reason in runs.failed.items()}
 
     last = {row["name"] for row in report["rows"]}
-    last_rows = [row for row in rows if row.name in last]
-    report["ran"] = ran_by(last_rows, command)
+    report["ran"] = ran_by([row for row in rows if row.name in last], command)
+    report["tune"] = {"limits": dict(limits), "rungs": history, "failed": failed, **_choice(report, limits)}
+    return report, images
+
+
+def _choice(report: dict, limits: Mapping[str, float]) -> dict:
+    """The names of the "chosen", "unresolved" and "nearest" rows, see `tune`. Adds "front" to each row."""
     baseline, other_seeds, *rest = report["rows"]
     own = [baseline, *rest]
     other_seeds["front"] = False  # it competes with nothing
@@ -624,15 +625,11 @@ def tune(
     best = fastest(trials)
     likely = fastest(trials, is_sure=False)
     near = nearest(trials)
-    report["tune"] = {
-        "limits": dict(limits),
-        "rungs": history,
-        "failed": failed,
+    return {
         "chosen": None if best is None else own[best]["name"],
         "unresolved": None if likely in (None, best) else own[likely]["name"],
         "nearest": None if near is None else own[near]["name"],
     }
-    return report, images
 
 
 def _search(

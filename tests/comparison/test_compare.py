@@ -19,7 +19,7 @@ from cspd import method
 from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
 from cspd.comparison import report as comparison_report
-from cspd.comparison.compare import _add_verdicts, speed_of
+from cspd.comparison.compare import Evaluation, _add_verdicts, speed_of
 from cspd.comparison.study import COSTS, Chunk, Configuration, configurations, named_entries
 from cspd.continuous.rows import run_plain_round
 from cspd.evaluation import metrics
@@ -63,7 +63,9 @@ def test_two_families_are_compared(digits, tmp_path):
     assert names[0] == "ar" and names[2:] == ["quick", "cool-sd:checkpoint=digits32_vq:cfg=1.0"]
     assert "checkpoint=digits32_vq" in names[1] and "null" not in names[1] and "family" not in names[1]
     assert named_entries([names[1]])[0]["checkpoint"] == "digits32_vq"
-    made, images = compare([rows[2], rows[1], rows[3]], [1], 1, tmp_path, space="digits", progress=False)
+    made, images = compare(
+        [rows[2], rows[1], rows[3]], [1], 1, tmp_path, evaluation=Evaluation("digits"), progress=False
+    )
     assert [row["paired_baseline"] for row in made["rows"]] == [None, None, names[1]]
     assert [row["step_compression"] is None for row in made["rows"]] == [True, False, False]
     assert [row["guarantee"] for row in made["rows"]] == ["exact", "exact", "bounded"]
@@ -219,13 +221,15 @@ def test_features_are_taken_once(digits, tmp_path, monkeypatch):
         return forward(self, images)
 
     monkeypatch.setattr(ClassifierExtractor, "forward", counted)
-    how = {"space": "digits", "reference": reference}
-    report, images = compare(rows, range(5), 20, tmp_path / "out", progress=False, **how)
+    evaluation = Evaluation("digits", reference=reference)
+    report, images = compare(rows, range(5), 20, tmp_path / "out", evaluation=evaluation, progress=False)
     assert sum(evaluated) == 4 + 20 + 20
     for row, made in zip(report["rows"], images):
         data = metrics.ImageList(torch.from_numpy(made).permute(0, 3, 1, 2))
         # from images, by torch-fidelity; errors are by the cycles through the classes
-        measured = metrics.measure(data, labels=[i % 5 for i in range(20)], cycle=5, **how)
+        measured = metrics.measure(
+            data, labels=[i % 5 for i in range(20)], cycle=5, space="digits", reference=reference
+        )
         assert measured["kid"] is not None and 0 <= row["fid_ci95"][0] < row["fid"] < row["fid_ci95"][1]
         for name in ("fid", "inception_score", "accuracy"):
             assert row[name] == pytest.approx(measured[name], rel=1e-4)
@@ -237,7 +241,7 @@ def test_rows_are_tested_against_the_same_seeds_and_against_others(digits, tmp_p
     quick = {"num_iter": 2, "num_sampling_steps": 2, "cfg": 1.0}
     rows = configurations(named_entries(names), quick, lambda models: digits)
     rows = [row for row in rows if row.name in names]  # not those of 64 iterations
-    report, images = compare(rows, range(10), 8, tmp_path, space="digits", progress=False)
+    report, images = compare(rows, range(10), 8, tmp_path, evaluation=Evaluation("digits"), progress=False)
     tests = {"p_value": ("paired_baseline", [None, None, 0]), "p_unpaired": ("unpaired_baseline", [1, 0, 1])}
     for p_value, (name, bases) in tests.items():
         for made, row, base in zip(images, report["rows"], bases):
@@ -266,7 +270,7 @@ def test_a_wrong_sampler_has_a_small_p(digits, tmp_path, monkeypatch):
     asked = ({"method": "ar"}, {"method": "speculative", "window": 3})
     quick = K4 | {"num_sampling_steps": 10}
     rows = [Configuration(each["method"], cspd.Request(0, **quick, **each), digits) for each in asked]
-    ways = {"space": "digits", "progress": False}
+    ways = {"evaluation": Evaluation("digits"), "progress": False}
     right, _ = compare(rows, range(10), 24, tmp_path / "right", **ways)
     bad = dataclasses.replace(method.find("speculative", "MAR"), run_round=colder)
     monkeypatch.setattr(method, "METHODS", [bad, *(m for m in method.METHODS if m.name != "speculative")])

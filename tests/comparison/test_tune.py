@@ -16,7 +16,7 @@ from cspd import method as cspd_method
 from cspd.cli import _parse, evaluate, flags, main
 from cspd.cli.options import request_of
 from cspd.comparison import compare, study
-from cspd.comparison.compare import OTHER_SEEDS, Trial, _add_losses, _trial, tune
+from cspd.comparison.compare import OTHER_SEEDS, Evaluation, Trial, _add_losses, _trial, tune
 from cspd.comparison.report import against_plain, choice_told, half_interval, shortfall
 from cspd.comparison.study import Configuration, comparison_store
 from cspd.evaluation.metrics import SPACES, load_reference
@@ -49,9 +49,9 @@ def rows(digits):
 
 
 def search(rows, out, limits, num=8, **more):
-    judge = {"space": "digits", "reference": load_reference(SPACES["digits"].reference)}
+    evaluation = Evaluation("digits", reference=load_reference(SPACES["digits"].reference))
     with comparison_store(out) as store:
-        return tune(*rows, range(10), num, limits, store, **judge, progress=False, **more)
+        return tune(*rows, range(10), num, limits, store, evaluation, progress=False, **more)
 
 
 def stamps(out):
