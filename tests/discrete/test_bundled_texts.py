@@ -84,7 +84,7 @@ def test_drafts_are_worth_it(engine):
 
 def test_evaluate_uses_the_classifier_of_emojis(tmp_path):
     out = tmp_path / "out"
-    asked = ["--prompts", str(FOLDER / "prompts.json"), "--num", "20", "--max-batch", "20", "--method", "ar"]
+    asked = ["--prompts", str(FOLDER / "prompts.json"), "--num", "10", "--max-batch", "10", "--method", "ar"]
     assert main(["evaluate", "--checkpoint", "emoji64_text", *asked, "--device", "cpu", "--out", str(out)]) == 0
     report = json.loads((out / "evaluation.json").read_text())
     assert report["space"] == "emoji" and 0 < report["fid"] < 20
