@@ -1,6 +1,7 @@
 # make demo: set up, sample a digit, compare `speculative` with baseline sampling, and sample emojis from classes and from
 #   prompts; two minutes after the installation, into samples/.
-# make test: set up, check style and types, run the tests but the slow ones; a few minutes on two cores.
+# make test: set up, check style and types, run the tests but the slow ones; a few minutes on two cores. The ten slowest
+#   are printed.
 # make test-all: the same with the slow tests, which sample the trained models at length or draw 200,000 sequences.
 # make fast: the tests of `make test` alone.
 # make package: build both packages into dist/, and run them from an empty environment.
@@ -35,7 +36,7 @@ test: check fast
 
 # two processes of one thread each, that share the work evenly: a fixture made twice costs less than one that waits
 fast: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations=10 -m "not slow"
 
 test-all: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
@@ -33,6 +34,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hides GPUs from all tests, unless those of a GPU are asked for: they share models, which must stay on the CPU."""
     if not config.getoption("-m").startswith("cuda"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_finish() -> None:
+    """Takes what was imported out of the garbage collector, whose runs took a fifth of the time of some tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

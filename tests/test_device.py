@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -72,7 +73,6 @@ def models():
         for each in REQUESTS
     ],
 )
-@pytest.mark.filterwarnings("ignore:a chain of")
 def test_no_weight_is_converted_in_a_round(settings, models):
     engine = Engine(*models, max_batch=2, device="cpu", precision="bf16")
     engine.add_request(engine.resolve(Request(1, **settings)))
@@ -330,7 +330,9 @@ def test_records_have_the_flags(policy, tmp_path):
     models = VQModels(**toy_models())
     assert "matmul_precision" not in Engine(copy.deepcopy(models), max_batch=1, device="cpu").describe()
     with standin.cuda():
-        engine = Engine(models, max_batch=1, device=standin.DEVICE, precision=policy)
+        too_old = pytest.warns(UserWarning, match="emulates") if policy == "bf16" else contextlib.nullcontext()
+        with too_old:
+            engine = Engine(models, max_batch=1, device=standin.DEVICE, precision=policy)
         record = sample_to_folder(engine, [Request(1, method="ar")], tmp_path, {}, progress=False)
         found = _matmul(Setup(standin.DEVICE, TINY), policy)
         for each in (record["machine"], engine.describe(), found):

@@ -610,7 +610,6 @@ SLOWER = SPECULATIVE | {"num_iter": 8, "num_sampling_steps": 20}
 DRAFTING = {"method": "cspd", "gamma": 8, "verify": "sequential", "num_sampling_steps": 3, "first_timestep": 950}
 
 
-@pytest.mark.filterwarnings("ignore:a chain of")
 @pytest.mark.parametrize("settings", [SHARED, SLOWER, DRAFTING], ids=["ar", "speculative", "cspd"])
 def test_progress_is_the_mean_of_the_fractions_of_iterations_and_of_tokens(settings):
     """Tokens that were begun, or drafted and rejected, do not count. A method that drafts has tokens only."""

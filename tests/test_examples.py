@@ -49,7 +49,7 @@ def added(monkeypatch):
 def test_the_draft_is_exact(added):
     added("own_draft")
     request, models = request_of("ngram", gamma=3), toy_models()
-    observed, statistics = draw({"target": models["target"]}, request, 20000)
+    observed, statistics = draw({"target": models["target"]}, request, 10_000)
     assert p_value(counts(observed), distribution(models["target"], request)) > 1e-3
     verified, accepted = (sum(sum(stats.by_lag[i]) for stats in statistics) for i in (0, 1))
     assert 0 < accepted < verified  # it does draft, and is not always right

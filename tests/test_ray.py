@@ -130,7 +130,7 @@ def test_images_as_a_dataset():
     rows = cspd.ray.sample(requests, small_checkpoint(), num_gpus=0, workers=2, max_batch=4).take_all()
     rows.sort(key=lambda row: row["index"])
     assert [(row["label"], row["seed"]) for row in rows] == [(i % 10, 5000 - i) for i in range(20)]
-    found = [digest_of_pixels(torch.from_numpy(row["image"]).permute(2, 0, 1)) for row in rows]
+    found = [digest_of_pixels(torch.from_numpy(row["image"].copy()).permute(2, 0, 1)) for row in rows]
     assert found == undisturbed(requests)
 
 

@@ -32,6 +32,7 @@ from cspd.discrete.registry import (
     create_gpt,
     create_tokenizer,
 )
+from mar.checkpoint import metadata_of
 
 SIZES = {"dim": 16, "n_layer": 2, "n_head": 2, "vocab_size": 24, "num_classes": 10, "multiple_of": 8}
 TOKENIZER = VQConfig(ch=32, ch_mult=(1, 1), z_channels=32, codebook_size=24, num_res_blocks=1, attention=False)
@@ -52,7 +53,8 @@ def target(tmp_path_factory):
 def save_new(folder):
     """Saves a target and a tokenizer with new random weights."""
     for name, create in (("target", create_gpt), ("tokenizer", create_tokenizer)):
-        save_file(create("tiny").state_dict(), folder / f"{name}.safetensors")
+        model = create("tiny")
+        save_file(model.state_dict(), folder / f"{name}.safetensors", metadata_of(model))
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from toys import request_of
 import cspd
 from cspd.discrete.registry import GPTS, TOKENIZERS, GPTSpec, VQDefaults
 from cspd.discrete.text import TextEncoder
+from mar.checkpoint import metadata_of
 
 BY_T5 = TextEncoder._made  # replaced in most tests
 SIDE = 4  # codes along a side
@@ -36,7 +37,7 @@ def folder(tmp_path, monkeypatch):
     place = tmp_path / "target"
     place.mkdir()
     for name in ("target", "tokenizer"):
-        save_file(models[name].state_dict(), place / f"{name}.safetensors")
+        save_file(models[name].state_dict(), place / f"{name}.safetensors", metadata_of(models[name]))
     folder_of_words(place / "flan-t5-xl", monkeypatch)
     return place
 

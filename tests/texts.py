@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import zlib
@@ -70,7 +71,8 @@ def small_text_checkpoint(folder: Path, patch: pytest.MonkeyPatch) -> Path:
     defaults = VQDefaults(cfg=3.0, top_k=100, image_size=8)
     patch.setitem(GPTS, "small_t2i", GPTSpec(config, "vq_digits32", defaults))
     torch.manual_seed(0)
-    torch.save({"model": create_gpt("small_t2i").state_dict()}, folder / "t2i_small.pt")
+    args = argparse.Namespace(image_size=8, downsample_size=2)
+    torch.save({"model": create_gpt("small_t2i").state_dict(), "args": args}, folder / "t2i_small.pt")
     tokenizer = load_file(checkpoint_files("digits32_vq")["tokenizer"])
     torch.save({"model": tokenizer}, folder / "vq_ds16_t2i.pt")
     folder_of_words(folder / "t5-ckpt" / "flan-t5-xl", patch)

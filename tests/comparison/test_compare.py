@@ -210,7 +210,7 @@ def test_features_are_taken_once(digits, tmp_path, monkeypatch):
     rows = [Configuration(str(k), cspd.Request(0, num_iter=k, **quick), digits) for k in (1, 2)]
     folder = tmp_path / "reference"
     folder.mkdir()
-    for i, output in enumerate(digits.generate([cspd.Request(i, num_iter=8, **quick) for i in range(4)])):
+    for i, output in enumerate(digits.generate([cspd.Request(i, num_iter=2, **quick) for i in range(4)])):
         to_pil(output.image).save(folder / f"{i}.png")
     reference = load_reference(folder)
     evaluated = []

@@ -51,7 +51,7 @@ def test_tokenizer():
 
 def test_images_have_the_colour_of_their_prompts(engine):
     """Where they are not white, red things are redder than blue things of the same seed."""
-    seeds, things = 6, ("heart", "circle", "square")
+    seeds, things = 3, ("heart", "circle", "square")
 
     def redness(colour):
         texts = [f"{colour} {thing}" for thing in things for _ in range(seeds)]
@@ -59,7 +59,7 @@ def test_images_have_the_colour_of_their_prompts(engine):
         painted = (images.amin(dim=1) < 0.7).float()
         return ((images[:, 0] - images[:, 2]) * painted).mean(dim=(1, 2))
 
-    assert (redness("red") > redness("blue")).sum() >= 16  # of 18
+    assert (redness("red") > redness("blue")).sum() >= 8  # of 9
 
 
 @pytest.mark.parametrize("num, least", [(24, 0.5), pytest.param(200, 0.65, marks=pytest.mark.slow)])
@@ -84,7 +84,7 @@ def test_drafts_are_worth_it(engine):
 
 def test_evaluate_uses_the_classifier_of_emojis(tmp_path):
     out = tmp_path / "out"
-    asked = ["--prompts", str(FOLDER / "prompts.json"), "--num", "20", "--max-batch", "20", "--method", "ar"]
+    asked = ["--prompts", str(FOLDER / "prompts.json"), "--num", "10", "--max-batch", "10", "--method", "ar"]
     assert main(["evaluate", "--checkpoint", "emoji64_text", *asked, "--device", "cpu", "--out", str(out)]) == 0
     report = json.loads((out / "evaluation.json").read_text())
     assert report["space"] == "emoji" and 0 < report["fid"] < 20

@@ -275,7 +275,6 @@ def test_a_short_chain_from_the_noisiest_timestep_is_warned_of(method, enough, e
         engine.resolve(Request(1, **method, num_sampling_steps=24))
 
 
-@pytest.mark.filterwarnings("ignore:a chain of")
 def test_an_error_of_tokens_that_are_not_finite_names_a_short_chain(engine):
     request = Request(1, method="ar", num_iter=1, cfg=1e38)
     for num_steps, named in ((24, True), (25, False)):

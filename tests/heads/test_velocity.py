@@ -82,8 +82,9 @@ def reference(case: Case) -> torch.Tensor:
     return case.ancestral(3 * ROWS, seed=2)
 
 
-@pytest.mark.parametrize("binary, guidance", [(False, None), (True, 2.0)])
-@pytest.mark.parametrize("window, frozen", [(1, False), (5, True), (24, False)])
+@pytest.mark.parametrize(
+    "binary, guidance, window, frozen", [(False, None, 5, True), (True, 2.0, 1, False), (True, 2.0, 24, False)]
+)
 def test_mixtures_have_the_ancestral_distribution(binary, guidance, window, frozen):
     case = mixture(binary, guidance)
     ended = case.speculative(case.calibration(frozen), window, ROWS, seed=1)

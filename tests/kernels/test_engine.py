@@ -23,7 +23,6 @@ def generated(request: Request, precision: str) -> Output:
     return output
 
 
-@pytest.mark.filterwarnings("ignore:a chain of 6 denoising steps")
 @pytest.mark.parametrize("method,precision", [*((method, "fp32") for method in METHODS), ("speculative", "bf16")])
 def test_tokens_agree(method, precision, monkeypatch):
     request = Request(1, 1, method, **SETTINGS, **METHODS[method])

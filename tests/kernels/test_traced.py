@@ -102,7 +102,6 @@ def launches(counts: list[str]) -> Iterator[None]:
 
 
 @pytest.mark.skipif(not standin.POSSIBLE, reason="this torch cannot pretend to have CUDA")
-@pytest.mark.filterwarnings("ignore:a chain of")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_method(name, precision):
