@@ -90,6 +90,14 @@ MODELS = {  # the family of each, five requests, and a guidance scale
 LEFT = 0.125  # of an image's tokens that a part of one leaves to be generated
 
 
+def left_of(output: Output, family: str) -> float | torch.Tensor:
+    """What is left to be generated of an image: some tokens, or the last ones of a model in raster order."""
+    if family == "MAR":
+        return LEFT
+    length = len(output.tokens)
+    return torch.arange(length) >= length - int(LEFT * length)
+
+
 def cases(family: str) -> list[tuple[str, dict]]:
     """A name and settings for every method and combination of a family, baseline sampling first."""
     if family == "causal":
@@ -136,7 +144,7 @@ def digests(checkpoint: str, family: str, subjects: list[dict], guidance: float)
         of = subjects[:batch]
         plain = cases(family)[0][1]
         whole = engine.generate([Request(seed=i, **subject, **plain) for i, subject in enumerate(of)])
-        parts = [{"image": output.tokens, "mask": LEFT} for output in whole]
+        parts = [{"image": output.tokens, "mask": left_of(output, family)} for output in whole]
 
         for cfg, (name, settings) in itertools.product((1.0, guidance), cases(family)):
             where = f"{checkpoint} {precision} batch {batch} cfg {cfg:g}: {name}"
