@@ -14,18 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from cspd.discrete.rules import (
-    GSD,
-    CoolSD,
-    Exact,
-    Greedy,
-    Lantern,
-    LanternPlus,
-    Pooling,
-    Rule,
-    UniformRSD,
-    neighbours,
-)
+from cspd.discrete.rules import GSD, CoolSD, Exact, Greedy, Lantern, LanternPlus, Pooling, Rule, UniformRSD, neighbours
 from cspd.discrete.trees import SiblingVerdicts, verify_siblings
 
 RULES = {

@@ -389,7 +389,7 @@ BUGS = [
     ),
     Bug(
         "siblings are drawn with replacement",
-        "cspd/discrete/rules.py",
+        "cspd/discrete/distributions.py",
         "left.scatter_(-1, siblings[-1].unsqueeze(-1), 0)",
         "pass",
         "discrete/test_rules.py",
@@ -438,14 +438,14 @@ BUGS = [
     ),
     Bug(
         "guidance of logits leads away from the wrong branch",
-        "cspd/discrete/rules.py",
+        "cspd/discrete/distributions.py",
         ".mul_(scale).add_(null)",
         ".mul_(scale).add_(conditional)",
         "discrete/test_runner.py",
     ),
     Bug(
         "top-p drops the token that reaches the mass",
-        "cspd/discrete/rules.py",
+        "cspd/discrete/distributions.py",
         "mass_before = mass.cumsum(-1) - mass",
         "mass_before = mass.cumsum(-1)",
         "discrete/test_runner.py",

@@ -20,10 +20,10 @@ from toys import runner_of, toy_models
 from cspd import noise
 from cspd.checkpoints import checkpoint_files
 from cspd.discrete.batch import by_slot
+from cspd.discrete.distributions import guide
 from cspd.discrete.drafts import _eagle_root
 from cspd.discrete.gpt import GPT, GPTConfig
 from cspd.discrete.registry import GPTS, GPTSpec, VQDefaults, create_gpt
-from cspd.discrete.rules import guide
 from cspd.discrete.runner import VQRunner
 from cspd.discrete.text import TextEncoder
 from cspd.method import find

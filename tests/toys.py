@@ -11,8 +11,8 @@ from scipy import stats
 from torch import Tensor
 
 from cspd.device import Precision
+from cspd.discrete.distributions import Filter, filter_numbers, guide, probabilities
 from cspd.discrete.gpt import GPT, Eagle, GPTConfig, VQConfig, VQModel
-from cspd.discrete.rules import Filter, filter_numbers, guide, probabilities
 from cspd.discrete.runner import VQRunner
 from cspd.engine import Engine
 from cspd.graphs import Graphs

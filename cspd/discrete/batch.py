@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cspd.discrete.distributions import MIN_TEMPERATURE, Filter, filter_numbers
 from cspd.discrete.gpt import GPTConfig
 from cspd.discrete.kv_cache import rows_of
-from cspd.discrete.rules import MIN_TEMPERATURE, MIXED, Filter, filter_numbers
+from cspd.discrete.rules import MIXED
 from cspd.request import Request, Sequence
 from cspd.transformer import steps
 

@@ -16,20 +16,10 @@ from torch import Tensor
 
 from cspd.device import Report, send_integers
 from cspd.discrete.batch import Batch, by_slot, packed, unpacked
+from cspd.discrete.distributions import draw_siblings, likeliest, nearby, sample
 from cspd.discrete.kv_cache import MOST_NODES
 from cspd.discrete.prices import Verification, audited, num_draws
-from cspd.discrete.rules import (
-    DIALS,
-    MIXED,
-    PARAMETERS,
-    coupling_option,
-    draw_siblings,
-    likeliest,
-    nearby,
-    rule_of,
-    rule_options,
-    sample,
-)
+from cspd.discrete.rules import DIALS, MIXED, PARAMETERS, coupling_option, rule_of, rule_options
 from cspd.discrete.runner import VQRunner
 from cspd.discrete.trees import Shape, TreeDraws, Verified, chain_shape, grown, verify_same_image, walk
 from cspd.method import Method, find

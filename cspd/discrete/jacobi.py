@@ -11,23 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from cspd.discrete.batch import Batch
+from cspd.discrete.distributions import draw_siblings, likeliest, nearby, sample, without
 from cspd.discrete.drafts import Drafted, by_budget, check_rule, commit, explain, outcome, price, run
 from cspd.discrete.kv_cache import MOST_NODES
 from cspd.discrete.prices import Verification
-from cspd.discrete.rules import (
-    MIXED,
-    Exact,
-    Greedy,
-    Rule,
-    coupling_option,
-    draw_siblings,
-    likeliest,
-    nearby,
-    rule_of,
-    rule_options,
-    sample,
-    without,
-)
+from cspd.discrete.rules import MIXED, Exact, Greedy, Rule, coupling_option, rule_of, rule_options
 from cspd.discrete.runner import VQRunner
 from cspd.discrete.trees import Shape, SiblingVerdicts, verify_same_image, verify_siblings
 from cspd.method import Method

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cspd.discrete.rules import Rule, point, sample, without
+from cspd.discrete.distributions import point, sample, without
+from cspd.discrete.rules import Rule
 from cspd.transformer import steps
 
 # Given everything before its position, the token that a rule commits there has a distribution C, and the target's is

@@ -15,11 +15,11 @@ from torch.nn import functional
 from cspd import noise as philox_noise
 from cspd.device import Precision, send, send_integers
 from cspd.discrete.batch import Batch, PastFeatures, alike, packed, per_branch, unpacked
+from cspd.discrete.distributions import guide, likeliest_point, probabilities
 from cspd.discrete.gpt import GPT, Eagle, VQModel, sample_published
 from cspd.discrete.kv_cache import MOST_NODES, KVCache, most_columns, stepped
 from cspd.discrete.registry import defaults_of
 from cspd.discrete.row_ends import RowColumns, mask_with_row_ends, reserved, row_columns, sees_with_row_ends
-from cspd.discrete.rules import guide, likeliest_point, probabilities
 from cspd.discrete.text import PLACE, TextEncoder
 from cspd.graphs import Graphs, compiled
 from cspd.inpainting import Inpainting, remembered

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cspd.discrete.distributions import TINY, point, sample, without
 from cspd.discrete.kv_cache import seen_of
 from cspd.discrete.prices import Verification
-from cspd.discrete.rules import TINY, Greedy, Pooling, Ratio, Rule, point, sample, without
+from cspd.discrete.rules import Greedy, Pooling, Ratio, Rule
 from cspd.transformer import steps
 
 # Siblings are candidates for one position. A rule verifies them in order, for any number of positions at once: each

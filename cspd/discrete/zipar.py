@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from cspd.discrete.batch import Batch
+from cspd.discrete.distributions import sample
 from cspd.discrete.drafts import count_round, finished, launch
 from cspd.discrete.kv_cache import MOST_NODES, seen_of
-from cspd.discrete.rules import MIXED, sample
+from cspd.discrete.rules import MIXED
 from cspd.discrete.runner import VQRunner
 from cspd.method import Method
 from cspd.option import Option, check_integer

@@ -11,9 +11,9 @@ from conditions import Inputs, features_of
 from torch import Tensor
 from torch.nn import functional as F
 
+from cspd.discrete.distributions import TINY, Filter, filter_numbers, guide, probabilities
 from cspd.discrete.gpt import GPT, Eagle, GPTConfig
 from cspd.discrete.registry import GPTS, VQDefaults
-from cspd.discrete.rules import TINY, Filter, filter_numbers, guide, probabilities
 
 AT_ONCE = 4  # images; each one has L distributions of both models
 TEXTS = GPTS["llamagen_xl_t2i"].config

@@ -29,6 +29,7 @@ from torch import Tensor
 from toys import request_of, toy_models
 
 from cspd.discrete import rules
+from cspd.discrete.distributions import draw_siblings, likeliest, point, sample, without
 from cspd.discrete.rules import (
     GSD,
     CoolSD,
@@ -38,15 +39,10 @@ from cspd.discrete.rules import (
     LanternPlus,
     absorbed,
     bound,
-    draw_siblings,
-    likeliest,
     near_codes,
     neighbours,
-    point,
     residual,
     rule_of,
-    sample,
-    without,
 )
 from cspd.discrete.trees import verify_siblings
 

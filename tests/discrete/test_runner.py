@@ -17,9 +17,9 @@ from toys import toy_models as toys
 from cspd import Engine, MARModels, Request, VQModels, noise
 from cspd.discrete import gpt
 from cspd.discrete.batch import LEAST_BUCKET, bucket
+from cspd.discrete.distributions import sample
 from cspd.discrete.gpt import Eagle
 from cspd.discrete.kv_cache import MOST_NODES
-from cspd.discrete.rules import sample
 from cspd.discrete.runner import VQRunner
 from cspd.graphs import Graphs
 from cspd.method import find, method_names

@@ -11,7 +11,7 @@ from toys import CLASSES, counts, distribution, draw, p_value, request_of, stagg
 import cspd
 from cspd import Engine, Request, VQModels
 from cspd.discrete import drafts
-from cspd.discrete.rules import nearby, probabilities, sample
+from cspd.discrete.distributions import nearby, probabilities, sample
 from cspd.method import with_method
 from cspd.noise import Purpose
 

@@ -32,9 +32,9 @@ from cspd import Engine, MARModels, Request, VQModels
 from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
 from cspd.discrete.batch import by_slot
+from cspd.discrete.distributions import Filter, guide, probabilities
 from cspd.discrete.drafts import _eagle_root
 from cspd.discrete.registry import VQDefaults, create_gpt, defaults_of, gpt_spec, load_gpt
-from cspd.discrete.rules import Filter, guide, probabilities
 from mar.tensors import CheckpointError
 
 NEGATIVE = "a grey sky over it"
