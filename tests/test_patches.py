@@ -14,7 +14,7 @@ from train_patches import CALLS, CODES, Drawing, Heavy, Model, bitdance_loss, la
 
 import cspd
 from cspd.causal.models import CausalConfig
-from cspd.files import ArrayCache
+from cspd.files import FileCache
 from cspd.seams import next_step_chain, seam_of
 
 SIDE = 4
@@ -75,7 +75,7 @@ def drawing(module: nn.Module, tmp_path) -> Drawing:
     chain = next_step_chain(CALLS, 1.0, False, 0.04)
     if isinstance(seam.head, cspd.heads.Net):
         seam.head.take([COND])
-    return Drawing(seam.head, chain, 1.0, ArrayCache([tmp_path]), {})
+    return Drawing(seam.head, chain, 1.0, FileCache([tmp_path]), {})
 
 
 def test_calls_of_a_head_whose_drafts_are_right(seen, tmp_path):

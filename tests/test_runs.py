@@ -27,7 +27,7 @@ from launching import free_port, kill_all, kill_launcher, start, two_processes, 
 from PIL import Image
 from stores import small_checkpoint
 
-from cspd import runs
+from cspd import origin, runs
 from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
 from cspd.device import describe
@@ -400,33 +400,33 @@ def test_the_commit_is_that_of_the_checkout_with_the_file(tmp_path, monkeypatch)
     file = tmp_path / "inside" / "ran.py"
     file.parent.mkdir()
     file.write_text("1")
-    assert runs.commit_of(file) is None
+    assert origin.commit_of(file) is None
     git("init", "-q")
     git("commit", "-q", "--allow-empty", "-m", "empty")
-    assert runs.commit_of(file) is None  # a checkout without the file, of a project that uses the package
+    assert origin.commit_of(file) is None  # a checkout without the file, of a project that uses the package
     git("add", ".")
     git("commit", "-q", "-m", "all")
     commit = git("rev-parse", "HEAD")
-    assert runs.commit_of(file) == commit and len(commit) == 40
+    assert origin.commit_of(file) == commit and len(commit) == 40
     file.write_text("2")
-    assert runs.commit_of(file) == f"{commit}-dirty"
+    assert origin.commit_of(file) == f"{commit}-dirty"
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert runs.commit_of(file) is None  # no git
+    assert origin.commit_of(file) is None  # no git
 
 
 def test_a_file_is_its_content_in_any_folder_and_is_read_once(tmp_path):
     one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
     one.write_bytes(b"weights")
-    digest = runs.content_digest(one)
+    digest = origin.content_digest(one)
     shutil.copy(one, other)
     os.utime(other, ns=(0, 0))
-    assert runs.content_digest(other) == digest == hashlib.sha256(b"weights").hexdigest()
+    assert origin.content_digest(other) == digest == hashlib.sha256(b"weights").hexdigest()
     other.write_bytes(b"WEIGHTS")
-    assert runs.content_digest(other) != digest
+    assert origin.content_digest(other) != digest
     about = one.stat()
     one.write_bytes(b"WEIGHTS")
     os.utime(one, ns=(about.st_atime_ns, about.st_mtime_ns))  # nothing shows that it changed
-    assert runs.content_digest(one) == digest
+    assert origin.content_digest(one) == digest
     files = [{"vae": {"file": name, "bytes": 7, "sha256": digest}} for name in ("a.ckpt", "b.ckpt")]
     assert differences(*files) == [] and digest_of({}, files[0]) == digest_of({}, files[1])
     files[1]["vae"]["sha256"] = "0"

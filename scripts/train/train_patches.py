@@ -45,8 +45,8 @@ import cspd
 from cspd.causal.autoencoders import SphereVAE
 from cspd.causal.models import Causal, CausalConfig, sample_published
 from cspd.causal.registry import AUTOENCODERS, CAUSALS, load_autoencoder
-from cspd.device import Precision, in_turns, seconds_of
-from cspd.files import ArrayCache, content_hash, write_json
+from cspd.device import Precision, seconds_of
+from cspd.files import FileCache, content_hash, write_json
 from cspd.heads import SAMPLERS, Chain, Inputs, Net, Observer
 from cspd.heads.chain import LEAST_TO_GO
 from cspd.heads.learned import Learned
@@ -54,6 +54,7 @@ from cspd.heads.net import TorchNoise
 from cspd.heads.speculative import Finished, acceptance
 from cspd.origin import file_fingerprint
 from cspd.seams import seam_of
+from cspd.tuner import in_turns
 from mar.checkpoint import load_vae
 from mar.vae import AutoencoderKL
 
@@ -293,7 +294,7 @@ class Drawing:
         head: with the interface that chains use. schedule: of its chain. cache: of the fits. about: their settings.
     """
 
-    def __init__(self, head: Any, schedule: Any, cfg: float, cache: ArrayCache, about: dict[str, Any]) -> None:
+    def __init__(self, head: Any, schedule: Any, cfg: float, cache: FileCache, about: dict[str, Any]) -> None:
         self.head, self.schedule, self.cfg, self.cache, self.about = head, schedule, cfg, cache, about
         self.precision = Precision("fp32", CPU)
 
@@ -466,7 +467,7 @@ def measured(model: Model, code: Code, cfg: float, args: argparse.Namespace) -> 
     if isinstance(seam.head, Net):
         seam.head.take(call.z.shape[2:])
     about = {"schema": "train_patches/1", "head": content_hash(head), "guidance": cfg}
-    drawing = Drawing(seam.head, call.chain, cfg, ArrayCache([args.run / "fits"]), about)
+    drawing = Drawing(seam.head, call.chain, cfg, FileCache([args.run / "fits"]), about)
     found: dict[str, Any] = {"guidance": cfg, "calls of a full chain": len(call.chain)}
     found["largest number in a token"] = tokens.abs().max().item()
     found["windows"] = calls_by_window(drawing, seen, z, args.windows)

@@ -28,7 +28,7 @@ from enumerated import (
 from torch import Tensor
 from toys import request_of, toy_models
 
-from cspd.discrete import rules
+from cspd.discrete import distributions, rules
 from cspd.discrete.distributions import draw_siblings, likeliest, point, sample, without
 from cspd.discrete.rules import (
     GSD,
@@ -415,7 +415,7 @@ def test_samples_follow_the_weights_and_never_have_probability_zero():
 
 def test_a_parallel_sum_that_rounds_upwards_gives_no_token_of_probability_zero(monkeypatch):
     exactly = torch.Tensor.cumsum
-    monkeypatch.setattr(rules, "_adds_in_parallel", lambda device: True)
+    monkeypatch.setattr(distributions, "_adds_in_parallel", lambda device: True)
     monkeypatch.setattr(torch.Tensor, "cumsum", lambda t, dim: exactly(t, dim) + 1e-15 * torch.arange(t.shape[dim]))
     assert sample(torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]] * 2), torch.tensor([2.0**-24, 1.0])).tolist() == [1, 3]
     assert sample(torch.tensor([0.5, 0.0, 0.0, 0.5]), torch.tensor(0.5)) == 3

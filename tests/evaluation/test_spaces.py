@@ -115,7 +115,7 @@ def test_inception_judges_images_of_unknown_origin(tmp_path, inception, monkeypa
 def test_compare_and_tune_take_it_too():
     row = Configuration("ar", cspd.Request(0), cspd.load("toy16", max_batch=1, device="cpu"), {"checkpoint": "toy16"})
     how = how_to_evaluate(argparse.Namespace(weights=None, ref=None, device="cpu"), [row])
-    assert how["space"] == "toy" and len(how["reference"].images) == 25
+    assert how.space == "toy" and len(how.reference.images) == 25
     _check_limits({"accuracy": 0.1, "fid": 0.1}, how)
 
 
