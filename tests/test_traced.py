@@ -32,7 +32,8 @@ NOT_TRACED = {
     "zipar with models of transformers": "some end each row by a token; LlamaGen's models trace it",
     "compiled rounds with Triton kernels": "the compiler takes the place of the kernels",
 }
-LONG = ["MAR calibrated", "MAR gtr", "MAR cspd", "causal calibrated", "causal speculative"]  # seconds
+# many seconds; `budget` of 0 samples by `speculative`, which is traced
+LONG = ["MAR calibrated", "MAR gtr", "MAR cspd", "MAR budget", "causal calibrated", "causal speculative"]
 ARCHITECTURES = ["janus", "chameleon", "lumina_mgpt", "emu3"]
 QUICK_OF_HF = ["VQ ar", "VQ eagle2", "VQ sjd"]
 COMPILED = [name for name in NAMES if name.startswith("VQ")] + ["MAR ar", "MAR speculative", "causal speculative"]
