@@ -7,7 +7,7 @@ The MARs and SphereAR have the bundled weights, the others random ones.
 Two copies of the model sample in turns. The accelerated one first samples until it has learned. The last line is a
 permutation test on the energy distance of images of either: a small p says that the distributions differ. For a MAR,
 --save writes the decoded images of either, whose scores are those of
-    cspd evaluate --checkpoint digits32 --space digits --images FOLDER/accelerated.npy
+    cspd evaluate --space digits --images FOLDER/accelerated.npy
 """
 
 from __future__ import annotations
