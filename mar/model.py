@@ -124,13 +124,13 @@ class Block(nn.Module):
     def forward(self, x: Tensor, update: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The stream x [B, N, D] and the update that is to join it, after this block; `mask` as in `Attention`."""
         x, normed = self.normalised(x, update)
-        return self.finished(x, self.attn(normed, mask))
+        return self.after_attention(x, self.attn(normed, mask))
 
     def normalised(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
         """The stream with the update of the block before, and the input of this block's attention."""
         return self.norm1.joined(x, update, self.attn.qkv.weight.dtype)
 
-    def finished(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+    def after_attention(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """The stream with the update of the attention, and the update of the MLP."""
         first = cast("nn.Linear", self.mlp[0])
         x, normed = self.norm2.joined(x, attended, first.weight.dtype)
@@ -209,8 +209,12 @@ class MAR(nn.Module):
         """Encoder output [B, buffer + N, D]: buffer, then the tokens at positions `known` [B, N] and padding."""
         x = self.embed(tokens, known, is_known, class_embedding)
         mask = self.attention_mask(F.pad(is_known, (self.config.buffer_size, 0), value=True))
-        _, encoded = self.encoder_norm.joined(*through(self.encoder_blocks, x, mask), self.decoder_embed.weight.dtype)
-        return encoded
+        return self.encoded(*through(self.encoder_blocks, x, mask))
+
+    def encoded(self, x: Tensor, update: Tensor | None) -> Tensor:
+        """The encoder's output [B, N, D] from the stream and the update of its last block."""
+        _, normed = self.encoder_norm.joined(x, update, self.decoder_embed.weight.dtype)
+        return normed
 
     def attention_mask(self, is_there: Tensor) -> Tensor:
         """The mask [B, 1, 1, N] to add to attention scores, 0 or -inf; is_there: bool [B, N]."""
@@ -326,7 +330,7 @@ def attend(
     k, v = keys_values.chunk(2, dim=-1)
     q, k, v = (rearrange(t, "b n (h d) -> b h n d", h=attn.num_heads) for t in (q, k, v))
     h = rearrange(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), "b h n d -> b n (h d)")
-    return block.finished(x, attn.proj(h))
+    return block.after_attention(x, attn.proj(h))
 
 
 def _expand(index: Tensor, channels: int) -> Tensor:

@@ -1,5 +1,6 @@
 """The Triton kernel between the matrix products of MAR's transformer: an update joins the stream, which is normalised.
 
+It is the backbone's only kernel; those of the head are in `cspd.kernels.head`, with the arithmetic that they share.
 By PyTorch's operations that is a sum, a norm and a cast. They move 24 bytes for each number of the stream, and this
 kernel 12, if products take 16-bit numbers.
 """

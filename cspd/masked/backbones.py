@@ -139,7 +139,7 @@ def refresh(
     x = model.embed(tokens, known, is_known, class_embedding)
     mask = model.attention_mask(F.pad(is_known, (buffer, 0), value=True))
     zero = cache.encoder.new_zeros(())  # a Python number would be copied to the device
-    update: Any = None
+    update: Any = None  # a tensor from the first block on
     for layer, block in zip(cache.encoder, model.encoder_blocks):
         x, normed = block.normalised(x, update)
         own = keys_values(block, normed)
@@ -147,7 +147,7 @@ def refresh(
         layer[slots, x.shape[1] :] = zero  # an earlier sequence may have left NaN there, which a mask does not stop
         x, update = attend(block, x, normed, own, mask)
 
-    x = model.arrange(model.encoder_norm(x + update), known, is_known)
+    x = model.arrange(model.encoded(x, update), known, is_known)
     length = x.shape[1]
     cache.inputs[slots, :length] = x[:num_cached]
     selecting = selecting_layer(model)
@@ -227,13 +227,13 @@ def _encode_new(
     is_committed = torch.arange(length, device=order.device) < (num.committed + buffer).unsqueeze(-1)
     x = model.embed(tokens, new, ~is_padding, class_embedding)
     mask = model.attention_mask(is_committed)
-    update: Any = None
+    update: Tensor | None = None
     for layer, block in zip(cache.encoder, model.encoder_blocks):
         x, normed = block.normalised(x, update)
         own = keys_values(block, normed)
         _write(layer, slots, entries, own)
         x, update = attend(block, x, normed, layer[slots, :length].to(own.dtype), mask)
-    encoded = model.decoder_embed(model.encoder_norm(x + update))
+    encoded = model.decoder_embed(model.encoded(x, update))
 
     # the decoder's input at the buffer and at the new tokens, in place of the mask token
     new_entries = (new + buffer).masked_fill(is_padding, padding)
