@@ -9,10 +9,11 @@ from golden_files import relative_error
 from heads import FP32
 
 import cspd
-from cspd import Engine, Request
+from cspd import Engine, MARModels, Request
 from cspd.causal.family import CausalModels
 from cspd.causal.models import sample_published
 from cspd.causal.runner import CausalRunner
+from cspd.method import find
 
 METHODS = {
     "ar": {},
@@ -173,6 +174,14 @@ def test_every_method_goes_on_from_given_tokens(engine, golden, method):
         encoded = golden.model.patchify(golden.vae.encode(2 * pixels[None] - 1))[0]
         assert relative_error(output.tokens[: length // 2], encoded[: length // 2]) < 1e-4
         assert output.image.isfinite().all() and output.token_cost.isnan().sum() == length // 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_short_chains_need_no_advice(method):
+    """Their first step divides by no small number; a MAR's does, and its user is told."""
+    request = Request(0, num_sampling_steps=3)
+    assert find(method, CausalModels.family).advice(request) is None
+    assert find("ar", MARModels.family).advice(request)
 
 
 def test_a_part_that_is_not_the_first_is_refused(engine, golden):
