@@ -195,26 +195,37 @@ GUIDANCE = ("linear", "constant")  # schedules of MAR's guidance scale
 NUM_ITER = Option(
     "num_iter",
     int,
-    "autoregressive iterations, at most one per generated token",
+    "autoregressive iterations, 64 by default; at most one per generated token",
     low=1,
     metavar="K",
 )
+STEPS_HELP = "denoising steps per token, 100 by default; causal models add one without noise"
 MAR_OPTIONS = (
     NUM_ITER,
-    Option("cfg", float, "guidance scale; 1 disables guidance, 2 to 5 is usual", metavar="S"),
+    Option(
+        "cfg",
+        float,
+        "guidance scale; 1: none; by default the model's own (digits32: 3, emoji64: 4)",
+        metavar="S",
+    ),
     Option("cfg_schedule", GUIDANCE, "guidance grows over the iterations, or is constant"),
     Option("temperature", float, "scales the denoising noise; 1 leaves it unchanged", metavar="TAU"),
     Option(
         "num_sampling_steps",
         int,
-        "denoising steps per token; MAR's default is 100",
+        STEPS_HELP,
         low=2,
         high=1000,  # the steps of training, mar.head.TRAIN_STEPS
         metavar="T",
     ),
 )
 VQ_OPTIONS = (
-    Option("cfg", float, "guidance scale; 1 disables guidance, 2 to 5 is usual", metavar="S"),
+    Option(
+        "cfg",
+        float,
+        "guidance scale; 1: none; by default the model's own (digits32: 3, emoji64: 4)",
+        metavar="S",
+    ),
     Option("temperature", float, "divides the logits; 1 leaves them unchanged, 0 is greedy", metavar="TAU"),
     Option("top_k", int, "sample from the K most likely tokens; 0: from all", metavar="K"),
     Option(
@@ -231,7 +242,7 @@ CAUSAL_OPTIONS = (
     Option(
         "num_sampling_steps",
         int,
-        "noisy denoising steps per token; one step without noise follows. SphereAR's and BitDance's default is 100",
+        STEPS_HELP,
         low=2,
         high=1000,
         metavar="T",

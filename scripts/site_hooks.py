@@ -1,4 +1,4 @@
-"""Hooks of mkdocs (mkdocs.yml): tables of the registry, pages of the repository's root, links out of docs/."""
+"""Hooks of mkdocs (mkdocs.yml): docstrings, pages of the repository's root, links out of docs/."""
 
 from __future__ import annotations
 
@@ -6,20 +6,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from cspd.cli.listing import options_table
-from cspd.method import METHODS
-
 ROOT = Path(__file__).parent.parent
-OPTIONS = "<!-- options -->"  # a page's place for the table of all options
+API = re.compile(r"<!-- api (.*?) -->", re.DOTALL)  # a page's place for docstrings, which GitHub does not show
 INCLUDED = re.compile(r"<!-- include (\S+) -->")
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)(?:#[^)]*)?\)")  # a link from docs/ to another file
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    import cspd.checkpoints  # noqa: F401  # every family registers its methods and options
-
-    markdown = included(markdown)
-    markdown = markdown.replace(OPTIONS, options_table(METHODS))
+    markdown = API.sub(lambda found: f"::: {found[1]}", included(markdown))
     return OUTSIDE.sub(lambda found: _outside(found[1], found[2], config.repo_url), markdown)
 
 

@@ -16,7 +16,6 @@ import results
 import site_hooks
 
 from cspd.cli import _parse, main
-from cspd.cli.listing import options_table
 from cspd.continuous.denoisers import DENOISERS
 from cspd.discrete.drafts import DRAFTS
 from cspd.heads import SAMPLERS
@@ -135,12 +134,12 @@ def test_a_table_without_its_origin_is_refused(monkeypatch, tmp_path):
         results.table_of("speed")
 
 
-def test_the_site_has_the_options_of_the_tables():
+def test_the_site_has_docstrings_and_pages_of_the_root():
     class Config:
         repo_url = None
 
     shown = site_hooks.on_page_markdown((ROOT / "docs" / "reference.md").read_text(), None, Config, None)
-    assert options_table(METHODS) in shown and "<!-- options -->" not in shown
+    assert "\n::: cspd.checkpoints.load\n" in shown and "<!-- api" not in shown
     shown = site_hooks.on_page_markdown((ROOT / "docs" / "contributing.md").read_text(), None, Config, None)
     assert "# Contributing" in shown and "](docs/" not in shown and "](../cspd" not in shown
 

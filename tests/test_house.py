@@ -10,7 +10,7 @@ from pathlib import Path
 import planted_bugs
 import pytest
 
-from cspd.cli.listing import markdown_table
+from cspd.cli.listing import markdown_table, options_table
 from cspd.method import METHODS
 
 ROOT = Path(__file__).parent.parent
@@ -94,9 +94,10 @@ def between(text: str, marker: str) -> str:
     return text.split(f"<!-- {marker} -->")[1].split(f"<!-- /{marker} -->")[0].strip()
 
 
-def test_docs_have_the_methods_table():
-    """Made by `cspd methods --markdown`."""
+def test_docs_have_the_tables_of_methods_and_options():
+    """Made by `cspd methods --markdown` and `--options`."""
     assert between((ROOT / "docs" / "methods.md").read_text(), "methods") == markdown_table(METHODS)
+    assert between((ROOT / "docs" / "reference.md").read_text(), "options") == options_table(METHODS)
 
 
 def test_the_table_of_planted_bugs_fits_the_package():

@@ -53,7 +53,11 @@ MOST_MINUTES = 24 * 60
 FIRST_RUNG = 20  # images per candidate in the first rung of `cspd tune`: FEWEST in comparison/compare.py
 USUAL_NUM = 500  # images of `cspd evaluate`
 PRECISIONS = ("fp32", "tf32", "bf16")  # the keys of POLICIES in device.py
-SHOWN = ("num_iter", "cfg", "temperature")  # settings in the short help
+SHOWN = ("num_iter", "cfg", "temperature", "num_sampling_steps")  # settings in the short help
+SHOWN_OF_METHODS = {  # and these of methods; the short help cannot import the methods, since they need torch
+    "--budget": ("NATS", "with --method budget: how much a token's distribution may change; 0: exact (default: 0.3)"),
+    "--head-calls": ("N", "with --method calibrated: head calls per token; fewer: faster, less exact (default: 10)"),
+}
 CLASSES_HELP = "classes by number or name, such as 0-9 or 1,5,seven"
 ABOUT = """\
 Fast sampling from autoregressive image models (MAR, SphereAR, BitDance, LlamaGen and others), by
@@ -142,15 +146,18 @@ class Help(argparse.Action):
     """`--help` shows the flags that are not rare, `--help METHOD` the flags of a method, `--help-all` every flag."""
 
     def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def, override]
+        is_all = option_string == "--help-all"
         for action in parser._actions:
             of_method = getattr(action, "of_method", False)
             if values:
                 is_hidden = not of_method
             else:
-                is_rare = of_method or getattr(action, "is_rare", False)
-                is_hidden = is_rare and option_string != "--help-all"
+                is_hidden = of_method or (getattr(action, "is_rare", False) and not is_all)
             if is_hidden:
                 action.help = argparse.SUPPRESS
+        if parser.takes_methods and not values:
+            _show_methods(parser) if is_all else _show_few(parser)
+            parser._action_groups.sort(key=lambda group: group.title == "help")  # at the end
         if values:
             parser.usage = f"{parser.prog} --method {values} [flags]"
             about = [f"{each.name} ({each.family} models, {each.guarantee}): {each.summary}" for each in parser.methods]
@@ -160,6 +167,34 @@ class Help(argparse.Action):
             parser.epilog = f"`{parser.prog} --help` shows the flags that all methods share."
         parser.print_help()
         parser.exit()
+
+
+def _show_few(parser: Parser) -> None:
+    """Adds the most used flags of methods to the help."""
+    group = parser.add_argument_group("methods (--help METHOD shows all flags of one)")
+    for flag, (metavar, text) in SHOWN_OF_METHODS.items():
+        _show(group, flag, {"metavar": metavar}, text)
+
+
+def _show_methods(parser: Parser) -> None:
+    """Adds the flags of methods to the help, by what has them: a flag with several meanings is shown with each."""
+    family_wide = {use.option.name for use in uses()}
+    names = {each.name for each in parser.methods}
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for use in uses(parser.methods):
+        if use.option.name not in family_wide:
+            section = use.section(names)
+            if section not in groups:
+                groups[section] = parser.add_argument_group(section)
+            default = use.default()
+            text = f"{use.option.help} (default: {default})" if default else use.option.help
+            _show(groups[section], use.option.flag, _argument([use], several=False), text)
+
+
+def _show(group: argparse._ArgumentGroup, flag: str, kind: dict, text: str) -> None:
+    """Shows a flag in the help. The parser is not told of it: it has the flag already, or it ends with the help."""
+    shown = argparse.ArgumentParser(add_help=False).add_argument(flag, help=text.replace("%", "%%"), **kind)
+    group._group_actions.append(shown)
 
 
 def help_wanted(argv: Sequence[str]) -> str | None:
@@ -769,7 +804,7 @@ def _add_machine(parser: Parser) -> None:
     text = "capture fixed-shape work as CUDA graphs (default: enabled on NVIDIA GPUs; not available on CPU)"
     _rare(group.add_argument("--graphs", action=argparse.BooleanOptionalAction, help=text))
     text = "CPU threads (default: torch's)"
-    _rare(group.add_argument("--threads", type=whole(1, MOST_THREADS), metavar="N", help=text))
+    group.add_argument("--threads", type=whole(1, MOST_THREADS), metavar="N", help=text)
 
 
 def _add_settings(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,19 @@ class Use:
         """Who has the option, such as "disa, with --denoiser annealed"."""
         names = _names([owner for owner, option in self.declared if option.only_with is None])
         return ", ".join(filter(None, [names, self.condition()]))
+
+    def section(self, methods: Collection[str]) -> str:
+        """What has the option, such as "disa, --denoiser annealed (MAR)". `methods`: the names of all methods."""
+        names = _names([owner for owner, option in self.declared if option.only_with is None])
+        parts: dict[str, str] = {}  # a part that several settings can choose is named once
+        for other, values in (option.only_with for _, option in self.declared if option.only_with):
+            for value in values:
+                parts.setdefault(value, value if value in methods else f"--{other} {value}")
+        families = ", ".join(
+            dict.fromkeys(owner if isinstance(owner, str) else owner.family for owner, _ in self.declared)
+        )
+        title = ", ".join(dict.fromkeys([*filter(None, names.split(", ")), *parts.values()]))
+        return title if title == families else f"{title} ({families})"
 
     def condition(self) -> str:
         """The values of other options that this one needs, such as "with --rule gsd"; empty if it needs none."""
