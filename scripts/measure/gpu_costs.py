@@ -18,16 +18,25 @@ import numpy as np
 from tabulate import tabulate
 
 from cspd.heads.speculative import PASSES
+from cspd.masked.backbones import FRACTIONS, MIN_SELECTED, SELECTING, full_iterations
 from cspd.masked.orders import cosine
+from cspd.terminal import number_list
 from mar.checkpoint import MARS
 from mar.model import MARConfig
 
 DOCS = Path(__file__).parents[2] / "docs" / "gpu.md"
 STEPS = 100  # T
 SIZES = {"B": "mar_base", "L": "mar_large", "H": "mar_huge"}
-BATCHES, ITERATIONS = (1, 8, 64), (64,)
+BATCHES, ITERATIONS = (1, 8, 64), (64, 16)
 HEAD_CALLS = 10  # N of `calibrated`
 CALLS = {12: 11.4, 24: 8.2}  # head calls per token by W, of `digits32` with guidance: docs/results.md
+# by K, what the dial would choose for `--budget 0.3` with linear guidance, if a call took the times below of MAR-L at
+# batch 64 and the prices were those of `digits32`: iterations that begin a round, rounds that evaluate the whole
+# transformer, head calls, and how many of these there are for one of both branches
+PLANS = {
+    64: ("0,4,8,14,17,20,23,26,29,32,35,37,40,43,46,49,52,55,58,60,62", "0,6,11,15", 32, 4),
+    16: ("0,2,4-15", "0,6,11", 32, 4),
+}
 LONGEST = 1.08  # rounds of the slowest token of an iteration, over the mean of tokens
 
 # The least work of an image: floating-point operations, and bytes between memory and processors.
@@ -60,22 +69,39 @@ def product(rows: float | np.ndarray, inner: int, outer: int, size: int) -> Work
     return Work(flops=2 * rows * inner * outer, bytes=size * numbers)
 
 
-def _attention(sequences: float, tokens: float | np.ndarray, dim: int, size: int) -> Work:
-    numbers = 4 * sequences * tokens * dim  # queries, keys, values and results
-    return Work(flops=4 * sequences * tokens**2 * dim, bytes=size * numbers)
+class Layers(NamedTuple):
+    """Layers of a transformer: how many, the tokens that each computes, and those that they attend to."""
 
+    number: int
+    tokens: float | np.ndarray
+    attended: float | np.ndarray
 
-def backbone(config: MARConfig, sequences: float, committed: float | np.ndarray, size: int) -> Work:
-    """A call of MAR's encoder, over the committed tokens, and of its decoder, over all tokens."""
-    dim = config.embed_dim
-    total = Work()
-    for tokens in (config.buffer_size + committed, config.buffer_size + config.seq_len):
-        rows = sequences * tokens
-        layer = _attention(sequences, tokens, dim, size)
+    def work(self, dim: int, sequences: float, size: int) -> Work:
+        pairs, numbers = self.tokens * self.attended, self.tokens + self.attended  # queries, results; keys, values
+        layer = Work(flops=4 * sequences * pairs * dim, bytes=size * 2 * sequences * numbers * dim)
         for inner, outer in ((dim, 3 * dim), (dim, dim), (dim, 4 * dim), (4 * dim, dim)):
-            layer += product(rows, inner, outer, size)
-        total += layer * config.depth
-    return total
+            layer += product(sequences * self.tokens, inner, outer, size)
+        return layer * self.number
+
+
+def full_layers(config: MARConfig, committed: float | np.ndarray) -> list[Layers]:
+    """A call of MAR's encoder, over the committed tokens, and of its decoder, over all tokens."""
+    encoded, everywhere = config.buffer_size + committed, config.buffer_size + config.seq_len
+    return [Layers(config.depth, encoded, encoded), Layers(config.depth, everywhere, everywhere)]
+
+
+def lazy_layers(config: MARConfig, committed: np.ndarray, tokens: np.ndarray, retain: float) -> list[Layers]:
+    """A lazy call of the cached backbone in each iteration [K]; see `cspd.masked.backbones`."""
+    encoded, everywhere = config.buffer_size + committed, config.buffer_size + config.seq_len
+    new = np.diff(committed, prepend=0.0)
+    retained = retain * FRACTIONS[len(FRACTIONS) * np.arange(len(tokens)) // len(tokens)] * everywhere
+    selected = tokens + np.maximum(retained - tokens, new + MIN_SELECTED * everywhere)
+    selecting = min(SELECTING, config.depth // 2)
+    return [
+        Layers(config.depth, config.buffer_size + new, encoded),
+        Layers(selecting, everywhere, everywhere),
+        Layers(config.depth - selecting, np.minimum(selected, everywhere), everywhere),
+    ]
 
 
 def modulation_floats(config: MARConfig) -> int:
@@ -235,11 +261,27 @@ class Iterations(NamedTuple):
 
     def z(self, kernels: tuple[int, int], waits: float) -> Piece:
         """The backbone's call."""
-        work = backbone(self.config, 2 * self.batch, self.known, self.device.size)
-        of_encoder, of_decoder = self.config.buffer_size + self.known, self.config.buffer_size + self.config.seq_len
-        rows = 2 * self.batch * (of_encoder + of_decoder) * self.config.depth
-        work += Work(bytes=self.kernels.elementwise[0] * self.config.embed_dim * rows)
+        work = self._backbone(full_layers(self.config, self.known), 2 * self.batch)
         return Piece(count(kernels, 2 * self.config.depth), work, waits=waits)
+
+    def cached_z(self, is_full: np.ndarray, retain: float) -> Piece:
+        """The cached backbone's call: lazy, of one branch, where it is not full."""
+        full = self._backbone(full_layers(self.config, self.known), 2 * self.batch)
+        lazy = self._backbone(lazy_layers(self.config, self.known, self.tokens, retain), self.batch)
+        work = Work(np.where(is_full, full.flops, lazy.flops), np.where(is_full, full.bytes, lazy.bytes))
+        return Piece(count(self.kernels.backbone, 2 * self.config.depth), work, waits=self.kernels.waits)
+
+    def _backbone(self, layers: list[Layers], sequences: float) -> Work:
+        work = Work()
+        for each in layers:
+            work += each.work(self.config.embed_dim, sequences, self.device.size)
+            rows = sequences * each.tokens * each.number
+            work += Work(bytes=self.kernels.elementwise[0] * self.config.embed_dim * rows)
+        return work
+
+    def joined(self, starts: list[int]) -> Iterations:
+        """The rounds that begin at some iterations; each draws the tokens of the iterations up to the next one."""
+        return self._replace(known=self.known[starts], tokens=np.add.reduceat(self.tokens, starts))
 
     def table(self, kernels: tuple[int, int], num_steps: int, classes: float = 2.0) -> Piece:
         """The modulations of `num_steps` steps, and the other work before the first step."""
@@ -275,11 +317,40 @@ def ar(of: Iterations) -> list[Piece]:
     return [of.z(of.kernels.backbone, of.kernels.waits), table, as_one(chain), of.glue()]
 
 
-def calibrated(of: Iterations) -> list[Piece]:
-    """The unconditional branch is evaluated at every other call only."""
-    chain = of.call(of.kernels.window, HEAD_CALLS, classes=1.5)
-    table = of.table(of.kernels.start, HEAD_CALLS, classes=1.5)
+def calibrated(of: Iterations, head_calls: int = HEAD_CALLS, null_every: int = 2) -> list[Piece]:
+    """The unconditional branch is evaluated at every `null_every`-th call only."""
+    classes = 1 + 1 / null_every
+    chain = of.call(of.kernels.window, head_calls, classes=classes)
+    table = of.table(of.kernels.start, head_calls, classes=classes)
     return [of.z(of.kernels.backbone, of.kernels.waits), table, as_one(chain), of.glue()]
+
+
+def ddim(of: Iterations) -> list[Piece]:
+    chain = of.call(of.kernels.step, HEAD_CALLS)
+    return [
+        of.z(of.kernels.backbone, of.kernels.waits),
+        of.table(of.kernels.start, HEAD_CALLS),
+        as_one(chain),
+        of.glue(),
+    ]
+
+
+def lazymar(of: Iterations) -> list[Piece]:
+    """As `lazymar` is by default: the head's blocks at a tenth of the steps, and then at every eighth."""
+    num_iter = len(of.tokens)
+    is_full = np.array(full_iterations(None, warmup=5, refresh=9, num_iter=num_iter))
+    blocks = of.call(of.kernels.step, STEPS / 10 + STEPS * 0.9 / 8)
+    others = replace(of.call((of.kernels.step[0], 0), STEPS * 0.9 * 7 / 8), work=Work(bytes=np.zeros_like(of.tokens)))
+    table = of.table(of.kernels.start, STEPS)
+    return [of.cached_z(is_full, retain=1.0), table, as_one(blocks), as_one(others), of.glue()]
+
+
+def budget(of: Iterations) -> list[Piece]:
+    rounds, refreshes, head_calls, null_every = PLANS[len(of.tokens)]
+    own = of.joined(number_list(rounds))
+    is_full = np.isin(np.arange(len(own.tokens)), number_list(refreshes))
+    _, *head = calibrated(own, head_calls, null_every)
+    return [own.cached_z(is_full, retain=0.0), *head]
 
 
 def speculative(window: int, of: Iterations) -> list[Piece]:
@@ -301,6 +372,9 @@ METHODS = {
     "ar": ar,
     **{f"speculative W={window}": functools.partial(speculative, window) for window in CALLS},
     f"calibrated N={HEAD_CALLS}": calibrated,
+    f"ddim N={HEAD_CALLS}": ddim,
+    "lazymar": lazymar,
+    "budget 0.3": budget,
 }
 
 
