@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     Owner = str | Method  # a method, or the name of a family
     Declared = list[tuple[Owner, Option]]
 
-OURS = "ours"  # in place of a paper
 WIDTH = 120  # of the meaning of a guarantee, in characters
 METHODS_HEADER = """\
 | method | models | guarantee | needs | what it does | paper |
@@ -143,10 +142,9 @@ def format_table(methods: Sequence[Method]) -> str:
     lines = ["method       models guarantee  needs          what it does (source)"]
     titles: dict[str, str] = {}
     for method in methods:
-        papers = ", ".join(method.papers)
-        source = f"arXiv {papers}" if papers else OURS
+        source = f" (arXiv {', '.join(method.papers)})" if method.papers else ""
         columns = f"{method.name:<12} {method.family:<6} {method.guarantee:<10} {method.needs:<14}"
-        lines.append(f"{columns} {method.summary} ({source})")
+        lines.append(f"{columns} {method.summary}{source}")
         titles |= method.papers
 
     lines.append("")
@@ -171,7 +169,7 @@ def markdown_table(methods: Iterable[Method]) -> str:
         if DEFAULTS[method.family] == method.name:
             name += " (default)"
         papers = [f"[{number}](https://arxiv.org/abs/{number})" for number in method.papers]
-        source = ", ".join(papers) or OURS
+        source = ", ".join(papers) or "-"
         lines.append(_row(name, method.family, method.guarantee, method.needs, method.summary, source))
     return "\n".join(lines)
 
