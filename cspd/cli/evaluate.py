@@ -352,6 +352,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
             _measure_folder(args)
         return
     prompts = asked_prompts(args.prompts, args.caption_seed)
+    groups = prompt_groups(args.prompts)  # now: the file may be another one after hours of sampling
     # by default an image of each prompt
     args.num = args.num or (len(prompts) if prompts else USUAL_NUM)
 
@@ -378,7 +379,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
                 return
         with held:
             about = _about_sampling(args, engine, shards.manifest, summary) | shards.largest_tokens()
-            _report(args, shards, shards.subjects(), how, about)
+            _report(args, shards, shards.subjects(), how, about, groups)
 
 
 SMALL = {"MAR": "emoji64", "VQ": "digits32_vq", "causal": "emoji64_sphere"}  # they take the settings of official models
@@ -408,7 +409,7 @@ def _measure_folder(args: argparse.Namespace) -> None:
         store.claim({}, [GRID])
         ran = what_ran(describe(pick_device(args.device)), command=args.line)
         about = {"folder": str(args.images), "ran": ran, **store.lists()}
-        _report(args, images, subjects, how, about)
+        _report(args, images, subjects, how, about, prompt_groups(args.prompts))
 
 
 def _check_measuring(args: argparse.Namespace) -> None:
@@ -543,15 +544,17 @@ def _by_group(scores: Tensor, subjects: Sequence[str], group_of: Mapping[str, st
     return found
 
 
-def _report(args: argparse.Namespace, images: Images, subjects: list[Subject] | None, how: dict, about: dict) -> None:
-    """Measures the images, writes the report, and prints it."""
+def _report(
+    args: argparse.Namespace, images: Images, subjects: list[Subject] | None, how: dict, about: dict, groups: Mapping
+) -> None:
+    """Measures the images, writes the report, and prints it. The arguments are those of `_measured`."""
     report = {
         "schema": EVALUATION_SCHEMA,
         "subjects_known": subjects is not None,
         "space": how["space"],
         "weights": None,
         "reference": None,
-        **_measured(images, subjects, how, args.clip, prompt_groups(args.prompts) if args.prompts else {}),
+        **_measured(images, subjects, how, args.clip, groups),
         "largest_token": None,
         "exploded": None,
         "files": [GRID],

@@ -96,10 +96,10 @@ def _text_of(entry: object) -> object:
     return entry.get("prompt", entry.get("caption")) if isinstance(entry, dict) else entry
 
 
-def prompt_groups(path: Path) -> dict[str, dict[str, str]]:
+def prompt_groups(path: Path | None) -> dict[str, dict[str, str]]:
     """The groups of a valid file's prompts: for each of `GROUPS` that it has, the group of each prompt."""
     groups: dict[str, dict[str, str]] = {}
-    if path.is_dir():
+    if path is None or path.is_dir():
         return groups
     for _, entry in _entries(path):
         if not isinstance(entry, dict):
