@@ -585,6 +585,13 @@ BUGS = [
         "evaluation/test_metrics.py",
     ),
     Bug(
+        "accepted lengths of the same seed are tested as if independent",
+        "cspd/comparison/compare.py",
+        "change(own, base, same_seeds=True)",
+        "change(own, base, same_seeds=False)",
+        "comparison/test_compare.py",
+    ),
+    Bug(
         "spatial features of other channels",
         "cspd/evaluation/metrics.py",
         "output[:, :7].permute",

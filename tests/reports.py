@@ -20,7 +20,13 @@ def row(name, **values):
     empty = dict.fromkeys([*(column.key for column in report.COLUMNS), *intervals, "fid_resolution"])
     speeds = {"images_per_second": spread(1.5, 2.0, 3.0), "speed_up": spread(1.0, 1.0, 1.0)}
     own = {"name": name, "method": name.split(":")[0], "guarantee": "exact", "seconds": [1.0, 2.0, 3.0]}
-    return empty | own | speeds | {"settings": {"cfg": 3.0}, "peak_bytes": 3 * 2**20, "backbone_calls": 8.0} | values
+    return (
+        empty
+        | own
+        | speeds
+        | {"settings": {"cfg": 3.0}, "step_compression_tests": {}, "peak_bytes": 3 * 2**20, "backbone_calls": 8.0}
+        | values
+    )
 
 
 @pytest.fixture(name="made")

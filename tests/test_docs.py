@@ -24,6 +24,7 @@ from mar.checkpoint import MARS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+STUDIES = sorted((ROOT / "scripts" / "studies").glob("*.yaml"))
 CARDS = sorted((ROOT / "checkpoints").glob("**/*.md"))
 BLOCK = re.compile(r"^ *```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -94,7 +95,11 @@ def registries():
 
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub and mkdocs make them."""
-    text = BLOCK.sub("", site_hooks.included(page.read_text()))
+    return anchors_of(BLOCK.sub("", site_hooks.included(page.read_text())))
+
+
+def anchors_of(text: str) -> set[str]:
+    """The anchors of the headings in a text."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     plain = [re.sub(r"[^\w\s-]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)) for heading in headings]
     return {re.sub(r"\s+", "-", heading.strip().lower()) for heading in plain}
@@ -116,6 +121,23 @@ def test_links(page):
 def test_every_page_is_on_the_site():
     listed = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(listed) == [page.name for page in sorted((ROOT / "docs").glob("*.md"))]
+
+
+def section(page: Path, anchor: str) -> str:
+    """The text of the section of a page with this anchor, "" if there is none."""
+    parts = re.split(r"^(?=#+ )", BLOCK.sub(r"\3", page.read_text()), flags=re.MULTILINE)
+    found = [part for part in parts if anchors_of(part.partition("\n")[0]) == {anchor}]
+    return "".join(found)
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.stem)
+def test_what_a_study_points_to_exists(study):
+    """Sections of docs, which name the study too; scripts, and other studies."""
+    text = study.read_text().replace("\n#", "")
+    for name in re.findall(r"[\w/-]+\.(?:md|py|yaml)\b", text):
+        assert (ROOT / name).is_file() or (study.parent / name).is_file(), name
+    for page, anchor in re.findall(r"(docs/\w+\.md)(?:#([\w-]+))?", text):
+        assert study.name in section(ROOT / page, anchor), f"{study.name}: {page}#{anchor}"
 
 
 def test_tables_of_results_are_those_of_their_files():

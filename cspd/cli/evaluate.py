@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cspd.checkpoints import checkpoint_files, family_of, load, run_settings
 from cspd.cli.flags import parser_of
 from cspd.cli.options import (
+    asked_prompts,
     check_classes,
     check_method,
     class_numbers,
     load_engine,
     on_ray,
-    read_prompts,
+    prompt_groups,
     request_of,
 )
 from cspd.cli.papers import run_paper
@@ -220,7 +222,14 @@ def _clip_line(report: dict) -> list[Line]:
     note = f"by {_named(report['clip'])}"
     if report["clip_score_error"] is not None:
         note = f"+- {report['clip_score_error']:.2f} (standard error), {note}"
-    return [("CLIP score", f"{report['clip_score']:.2f}", note)]
+    lines = [("CLIP score", f"{report['clip_score']:.2f}", note)]
+    for name, groups in report["clip_score_by"].items():
+        for group, found in groups.items():
+            error = found["clip_score_error"]
+            of = f"{name}, {found['images']:,} images"
+            note = of if error is None else f"+- {error:.2f}, {of}"
+            lines.append((f"  {group}", f"{found['clip_score']:.2f}", note))
+    return lines
 
 
 # `cspd compare`: configurations side by side.
@@ -231,7 +240,7 @@ RUN_DEFAULTS = dict.fromkeys(RUN) | {"num": 20, "seed": 0, "max_batch": 4}
 
 def run_compare(args: argparse.Namespace) -> None:
     settings, common, entries = _study(args)
-    prompts = read_prompts(Path(settings["prompts"])) if settings["prompts"] else None
+    prompts = asked_prompts(settings["prompts"] and Path(settings["prompts"]), args.caption_seed)
     if args.clip:
         check_clip(args.clip, args.device, of_texts=prompts is not None)
     blank = Request(negative_prompt=settings["negative_prompt"])
@@ -323,7 +332,10 @@ def how_to_evaluate(args: argparse.Namespace, rows: Sequence[Configuration]) -> 
 # `cspd evaluate`: the quality of many images, and the speed of sampling them.
 
 EVALUATION_SCHEMA = "cspd.evaluation/3"
-MEASURES_ONLY = ("images", "out", "ref", "space", "weights", "clip", "dinov2", "prompts", "npz", "device")
+MEASURES_ONLY = (
+    *("images", "prompts", "caption_seed", "out", "npz"),
+    *("ref", "space", "weights", "clip", "dinov2", "device"),
+)
 MEASURING = {"command", "line", "default_of", *MEASURES_ONLY}  # arguments that measuring existing images needs
 USUAL_NUM = 500  # images of a class-conditional model
 
@@ -339,7 +351,8 @@ def run_evaluate(args: argparse.Namespace) -> None:
         if part.index == 0:
             _measure_folder(args)
         return
-    prompts = read_prompts(args.prompts) if args.prompts else None
+    prompts = asked_prompts(args.prompts, args.caption_seed)
+    groups = prompt_groups(args.prompts)  # now: the file may be another one after hours of sampling
     # by default an image of each prompt
     args.num = args.num or (len(prompts) if prompts else USUAL_NUM)
 
@@ -366,7 +379,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
                 return
         with held:
             about = _about_sampling(args, engine, shards.manifest, summary) | shards.largest_tokens()
-            _report(args, shards, shards.subjects(), how, about)
+            _report(args, shards, shards.subjects(), how, about, groups)
 
 
 SMALL = {"MAR": "emoji64", "VQ": "digits32_vq", "causal": "emoji64_sphere"}  # they take the settings of official models
@@ -382,8 +395,8 @@ def _measure_folder(args: argparse.Namespace) -> None:
     _check_measuring(args)
     images = images_in(args.images)
     subjects: list | None = images.labels or prompts_of(images)
-    if args.prompts:
-        prompts = read_prompts(args.prompts, images.files)
+    prompts = asked_prompts(args.prompts, args.caption_seed, images.files)
+    if prompts:
         if len(images) % len(prompts):
             raise ValueError(
                 f"{args.images} has {len(images)} images, and {args.prompts} has {len(prompts)} prompts: give --prompts"
@@ -396,7 +409,7 @@ def _measure_folder(args: argparse.Namespace) -> None:
         store.claim({}, [GRID])
         ran = what_ran(describe(pick_device(args.device)), command=args.line)
         about = {"folder": str(args.images), "ran": ran, **store.lists()}
-        _report(args, images, subjects, how, about)
+        _report(args, images, subjects, how, about, prompt_groups(args.prompts))
 
 
 def _check_measuring(args: argparse.Namespace) -> None:
@@ -492,8 +505,12 @@ def _usual_space(args: argparse.Namespace, of_texts: bool, own: str | None) -> s
     return INCEPTION if args.weights or args.ref or not of_texts else None
 
 
-def _measured(images: Images, subjects: Any, how: dict, clip: Path | None) -> dict:
-    """All measurements of images. `subjects`: their classes or prompts, or None if they are not known."""
+def _measured(images: Images, subjects: Any, how: dict, clip: Path | None, groups: Mapping) -> dict:
+    """All measurements of images.
+
+    Args:
+        subjects: their classes or prompts, or None if they are not known. groups: of prompts, see `prompt_groups`.
+    """
     of_texts = are_texts(subjects)
     if how["space"] is None:
         values = unmeasured(len(images), "no feature space: give --ref, or --weights with Inception's file")
@@ -502,6 +519,7 @@ def _measured(images: Images, subjects: Any, how: dict, clip: Path | None) -> di
             labels = None if of_texts else subjects
             values = measure(Watched(images, bar), labels=labels, cycle=cycle_of(subjects), **how)
     values |= {"clip_score": None, "clip_score_error": None, "clip": None, "cmmd_by": clip and clip.name}
+    values["clip_score_by"] = {}
     if of_texts and clip is None:
         values["missing"]["clip_score"] = NO_MODEL
     elif clip is not None and of_texts:
@@ -510,18 +528,33 @@ def _measured(images: Images, subjects: Any, how: dict, clip: Path | None) -> di
             scores = model.scores(Watched(images, bar), subjects)
         mean, error = mean_and_error(scores)
         values |= {"clip_score": mean, "clip_score_error": error, "clip": model.about}
+        values["clip_score_by"] = {name: _by_group(scores, subjects, of) for name, of in groups.items()}
     return values
 
 
-def _report(args: argparse.Namespace, images: Images, subjects: list[Subject] | None, how: dict, about: dict) -> None:
-    """Measures the images, writes the report, and prints it."""
+def _by_group(scores: Tensor, subjects: Sequence[str], group_of: Mapping[str, str]) -> dict[str, dict]:
+    """The mean CLIP score of each group of prompts, with its standard error and its number of images."""
+    found = {}
+    for group in sorted(set(group_of.values())):
+        inside = torch.tensor([group_of.get(prompt) == group for prompt in subjects])
+        if not inside.any():
+            continue
+        mean, error = mean_and_error(scores[inside])
+        found[group] = {"images": int(inside.sum()), "clip_score": mean, "clip_score_error": error}
+    return found
+
+
+def _report(
+    args: argparse.Namespace, images: Images, subjects: list[Subject] | None, how: dict, about: dict, groups: Mapping
+) -> None:
+    """Measures the images, writes the report, and prints it. The arguments are those of `_measured`."""
     report = {
         "schema": EVALUATION_SCHEMA,
         "subjects_known": subjects is not None,
         "space": how["space"],
         "weights": None,
         "reference": None,
-        **_measured(images, subjects, how, args.clip),
+        **_measured(images, subjects, how, args.clip, groups),
         "largest_token": None,
         "exploded": None,
         "files": [GRID],

@@ -676,6 +676,8 @@ def _add_subjects(group: argparse._ArgumentGroup, labels_help: str) -> argparse.
     _add_labels(one_of, labels_help)
     text = "prompts for text-to-image models: one per line, or .json such as COCO captions (docs/text.md)"
     _add_path(one_of, "--prompts", "FILE", text)
+    text = "a random one of each image's COCO captions, by this seed (default: the first)"
+    _rare(group.add_argument("--caption-seed", type=seed, metavar="N", help=text))
     _add_negative_prompt(group)
     return one_of
 

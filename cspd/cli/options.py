@@ -10,6 +10,7 @@ import re
 import runpy
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -43,29 +44,41 @@ def run_methods(args: argparse.Namespace) -> None:
 
 FORMS = (
     "--prompts takes a file with one prompt per line, in UTF-8; or .json: a list of prompts, or captions in COCO's"
-    " format; or .jsonl: a prompt in each line; or a folder of .txt files"
+    " format; or .jsonl: a prompt in each line; or .tsv with a column Prompt, such as PartiPrompts'; or a folder of"
+    " .txt files"
 )
-OTHER_FORMATS = (".csv", ".tsv")  # their lines are not prompts
+GROUPS = ("category", "challenge", "tag")  # names of PartiPrompts' and GenEval's groups of prompts
 COCO_NAME = re.compile(r"(?:COCO_\w+_)?(\d+)")  # image names: COCO_val2014_000000000139, 000000000139, 139
 COCO_DIGITS = 12  # COCO pads numbers to this length
 COCO = {"annotations": [{"image_id": (int, str), "caption": str}]}
 
 
-def read_prompts(path: Path, images: Sequence[Path] = ()) -> list[str]:
+def asked_prompts(path: Path | None, caption_seed: int | None, images: Sequence[Path] = ()) -> list[str] | None:
+    """The prompts of --prompts; None without it. Raises as `read_prompts`, and ValueError for a seed alone."""
+    if path is not None:
+        return read_prompts(path, images, caption_seed)
+    if caption_seed is not None:
+        raise ValueError("--caption-seed chooses among COCO's captions of an image: add --prompts captions.json")
+    return None
+
+
+def read_prompts(path: Path, images: Sequence[Path] = (), caption_seed: int | None = None) -> list[str]:
     """The prompts of a file, in its order. COCO's files have several captions per image: the first one is taken.
 
     Args:
         images: files that the prompts belong to. If all are named as in COCO, each gets the caption of its own number.
+        caption_seed: takes one of an image's captions at random, by this seed and the image's number.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is empty or has another format, or a prompt is blank or damaged.
+        ValueError: the file is empty or has another format, a prompt is blank or damaged, or a seed has no captions
+            to choose from.
     """
     if path.is_dir():
-        return [" ".join(read_prompts(file)) for file in text_files(path)]
+        return [" ".join(read_prompts(file, caption_seed=caption_seed)) for file in text_files(path)]
     prompts = []
-    for where, entry in _entries(path, images):
-        prompt = entry.get("prompt", entry.get("caption")) if isinstance(entry, dict) else entry
+    for where, entry in _entries(path, images, caption_seed):
+        prompt = _text_of(entry)
         if not isinstance(prompt, str):
             raise ValueError(f"{path}: {where} has no prompt: {FORMS}")
         if not prompt.strip():
@@ -78,20 +91,58 @@ def read_prompts(path: Path, images: Sequence[Path] = ()) -> list[str]:
     return prompts
 
 
-def _entries(path: Path, images: Sequence[Path]) -> list[tuple[str, object]]:
+def _text_of(entry: object) -> object:
+    """The prompt of an entry, None if it has none."""
+    return entry.get("prompt", entry.get("caption")) if isinstance(entry, dict) else entry
+
+
+def prompt_groups(path: Path | None) -> dict[str, dict[str, str]]:
+    """The groups of a valid file's prompts: for each of `GROUPS` that it has, the group of each prompt."""
+    groups: dict[str, dict[str, str]] = {}
+    if path is None or path.is_dir():
+        return groups
+    for _, entry in _entries(path):
+        if not isinstance(entry, dict):
+            continue
+        prompt = str(_text_of(entry)).strip()
+        for name in GROUPS:
+            group = entry.get(name)
+            if isinstance(group, str) and group.strip():
+                groups.setdefault(name, {})[prompt] = group.strip()
+    return groups
+
+
+def _entries(path: Path, images: Sequence[Path] = (), caption_seed: int | None = None) -> list[tuple[str, object]]:
     """The entries of a file of prompts, each with its place in the file, for errors."""
     suffix = path.suffix.lower()
-    if suffix in OTHER_FORMATS:
+    if suffix == ".csv":  # its lines are not prompts
         raise ValueError(f"{path}: {suffix} files are not supported: {FORMS}")
+    found = None
+    if suffix == ".json":
+        found = _parsed(path, _read(path).rstrip())
+        if not isinstance(found, list):
+            found = [{"caption": caption} for caption in _captions(path, found, images, caption_seed)]
+            caption_seed = None
+    if caption_seed is not None:
+        raise ValueError(f"--caption-seed chooses among COCO's captions of an image, and {path} has none: leave it out")
+    if found is not None:
+        return [(f"prompt {i}", entry) for i, entry in enumerate(found, start=1)]
     if suffix == ".jsonl":
         return [(f"line {i}", _parsed(path, line, i)) for i, line in json_lines(path)]
     content = _read(path).rstrip()
-    if suffix == ".json":
-        found = _parsed(path, content)
-        if not isinstance(found, list):
-            found = _first_captions(path, found, images)
-        return [(f"prompt {i}", entry) for i, entry in enumerate(found, start=1)]
-    return [(f"line {i}", line) for i, line in enumerate(content.split("\n"), start=1) if content]
+    lines = [(f"line {i}", line) for i, line in enumerate(content.split("\n"), start=1) if content]
+    return _table(path, lines) if suffix == ".tsv" else [*lines]
+
+
+def _table(path: Path, lines: Sequence[tuple[str, str]]) -> list[tuple[str, object]]:
+    """The lines of a .tsv by the names in its first one, in lower case. Quotes belong to the text."""
+    if not lines:
+        return []
+    _, head = lines[0]
+    names = [name.strip().lower() for name in head.split("\t")]
+    if "prompt" not in names and "caption" not in names:
+        raise ValueError(f"{path}: its first line names no column Prompt: {FORMS}")
+    return [(where, dict(zip(names, line.split("\t")))) for where, line in lines[1:]]
 
 
 def _read(path: Path) -> str:
@@ -130,18 +181,24 @@ def _parsed(path: Path, text: str, line: int = 1) -> Any:
     raise ValueError(f"{path} is not valid JSON ({reason}): {FORMS}")
 
 
-def _first_captions(path: Path, content: Any, images: Sequence[Path]) -> list[str]:
-    """The first caption of each of `images` if their names tell it, or else of every image, in the file's order.
+def _captions(path: Path, content: Any, images: Sequence[Path], seed: int | None) -> list[str]:
+    """A caption of each of `images` if their names tell it, or else of every image, in the file's order.
 
-    Raises ValueError if an image is named as in COCO, and the file has no caption for it, or it is not COCO's.
+    It is the image's first caption, or a random one by `seed` and the image's number alone. Raises ValueError if an
+    image is named as in COCO, and the file has no caption for it, or it is not COCO's.
     """
     if wrong := misfit(content, COCO):
         raise ValueError(f"{path}: unexpected value at {wrong}: {FORMS}")
     # COCO has five captions per image, in no particular order
-    captions: dict[str, str] = {}
+    of_images: dict[str, list[str]] = {}
     for annotation in content["annotations"]:
         number = str(annotation["image_id"]).zfill(COCO_DIGITS)
-        captions.setdefault(number, annotation["caption"])
+        of_images.setdefault(number, []).append(annotation["caption"])
+    captions = {}
+    for number, own_captions in of_images.items():
+        # Random.random() of a text is the same in every version of Python
+        chosen = 0.0 if seed is None else Random(f"{seed} {number}").random()
+        captions[number] = own_captions[int(chosen * len(own_captions))]
     own: list[str] = []
     for image in images:
         name = COCO_NAME.fullmatch(image.stem)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cspd.checkpoints import check_of_one, checkpoint_files, run_settings
-from cspd.cli.options import all_classes, bundled_here, check_method, load_engine, on_ray, read_prompts, request_of
+from cspd.cli.options import all_classes, asked_prompts, bundled_here, check_method, load_engine, on_ray, request_of
 from cspd.engine import Engine
 from cspd.evaluation.images import GRID, HEATMAP, LIST, OVERVIEWS, RECORD, Subject, file_name, subject_of
 from cspd.evaluation.run import (
@@ -401,9 +401,11 @@ def _tell_shards(shards: Shards, summary: dict) -> None:
 def _asked(args: argparse.Namespace) -> list[dict]:
     """The classes or prompts, which the images cycle through; empty: all classes. Raises ValueError or OSError."""
     negative = {"negative_prompt": args.negative_prompt}
-    if args.prompt is None and args.prompts is None:
+    prompts = asked_prompts(args.prompts, args.caption_seed)
+    if args.prompt is not None:
+        prompts = [args.prompt]
+    if prompts is None:
         return [{"label": label, **negative} for label in args.labels or ()]
-    prompts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
     return [{"label": None, "prompt": prompt, **negative} for prompt in prompts]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -116,7 +117,7 @@ def _mean_with_interval(name: str, values: Tensor) -> dict:
 
 # Configurations side by side, with the same seeds and interleaved, as rows of speed, cost, quality and p-values.
 
-SCHEMA = "cspd.compare/7"
+SCHEMA = "cspd.compare/8"
 TESTS = (("p_value", "paired_baseline"), ("p_unpaired", "unpaired_baseline"))  # against the same seeds, and others
 QUALITIES = ("fid", "inception_score", "accuracy")
 CLIP_SCORES = ("clip_score", "clip_difference")
@@ -239,9 +240,37 @@ def report_of(
                 entry["worst_images"] = _worst(differences)
                 entry["paired_baseline"] = rows[base].name
         report["rows"].append(entry)
+    _add_length_tests(report["rows"], rows, chunks, seed)
     scores = _add_quality(report, rows, images, against, evaluation, progress)
     add_clip_scores(report, images, paired, evaluation.clip, rows[0].engine.device, progress)
     return report, images, scores
+
+
+def _add_length_tests(
+    entries: Sequence[dict], rows: Sequence[Configuration], chunks: Sequence[list[Chunk]], seed: int
+) -> None:
+    """Adds to each entry the paired t-tests of its tokens per forward pass against those of the other rows.
+
+    Images of the same seed and class or prompt are a pair (COOL-SD, appendix C.4). {} for MAR, and for one image.
+    """
+    lengths = []
+    for made in chunks:
+        values = _lengths([cost for chunk in made for cost in chunk.costs])
+        lengths.append(None if len(values) < 2 else Score(float(np.mean(values)), values))
+    for entry, row, own in zip(entries, rows, lengths):
+        tests = {}
+        for other, base in zip(rows, lengths):
+            is_paired = other is not row and other.first_seed(seed) == row.first_seed(seed)
+            if is_paired and own is not None and base is not None:
+                test = change(own, base, same_seeds=True)
+                tests[other.name] = {"difference": test.difference, "t": test.t, "p_value": test.p_value}
+        entry["step_compression_tests"] = tests
+
+
+def _lengths(costs: Sequence[dict]) -> np.ndarray:
+    """The VQ tokens per forward pass of each image, float64; empty for MAR."""
+    values = [cost["step_compression"] for cost in costs]
+    return np.array([value for value in values if value is not None])
 
 
 WORST = 8  # images of a row's worst, at most
@@ -295,7 +324,8 @@ def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks
     costs = []
     for chunk in chunks:
         costs += chunk.costs
-    is_vq = costs[0]["step_compression"] is not None
+    seconds = [own.seconds for own, _ in turns]
+    lengths = _lengths(costs)
     verified = sum(cost["judged"] for cost in costs)
     accepted = sum(cost["accepted"] for cost in costs)
     bound = {"bound": None, "bound_ci95": None}
@@ -314,8 +344,10 @@ def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks
         "name": row.name,
         "method": plan.method,
         "guarantee": guarantee,
-        "seconds": [own.seconds for own, _ in turns],
-        "images_per_second": spread([size / own.seconds for own, _ in turns]),
+        "seconds": seconds,
+        "latency": statistics.fmean(seconds),
+        "latency_sd": _deviation(seconds),
+        "images_per_second": spread([size / own for own in seconds]),
         "speed_up": spread([base.seconds / own.seconds for own, base in turns]),
         "first_timestep": plan.first_timestep,
         "window": plan.window,
@@ -324,12 +356,18 @@ def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks
         LAZY: mean(LAZY) or None,
         "draft_backbone_calls": mean("draft_backbone_calls") or None,
         "alpha": accepted / verified if verified else None,
-        "step_compression": mean("step_compression") if is_vq else None,
+        "step_compression": float(lengths.mean()) if len(lengths) else None,
+        "step_compression_sd": _deviation(lengths),
         **bound,
         **near,
         **measured_intervals,
         "peak_bytes": max(own.peak_bytes for own, _ in turns),
     }
+
+
+def _deviation(values: Sequence[float] | np.ndarray) -> float | None:
+    """The standard deviation of a sample; None if it has fewer than two values."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
 def _mean_bound(costs: list[dict]) -> dict:

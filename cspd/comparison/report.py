@@ -45,6 +45,12 @@ COLUMNS = [
         "guarantee", "guarantee", "", "How the distribution of its images relates to baseline sampling's, see below."
     ),
     Column("images_per_second", "images/s", ".2f", "Median over the turns (min..max), decoding included."),
+    Column(
+        "latency",
+        "latency",
+        ".2f",
+        "Seconds of a turn, which has {max_batch} images at once, decoding included: mean{deviation}.",
+    ),
     Column("speed_up", "speed-up", ".2f", "Relative to {baseline}, turn by turn: median (min..max)."),
     Column(
         "first_timestep",
@@ -72,7 +78,12 @@ COLUMNS = [
         "Those of the backbone calls that compute only part of the transformer, since the rest is cached.",
     ),
     Column("draft_backbone_calls", "draft calls", ".1f", "Forward passes of the draft model for one image."),
-    Column("step_compression", "tokens per forward pass", ".2f", "VQ tokens committed per forward pass of the target."),
+    Column(
+        "step_compression",
+        "tokens per forward pass",
+        ".2f",
+        "VQ tokens committed per forward pass of the target: mean over the images{deviation}.",
+    ),
     Column("alpha", "alpha", ".3f", "Acceptance rate: accepted drafts divided by verified drafts."),
     Column(
         "accuracy", "class acc.", ".3f", "Fraction of the images that the classifier assigns to their class{interval}."
@@ -142,6 +153,7 @@ COLUMNS = [
 # the columns that have an interval, as {key}_ci95
 INTERVALS = ("accuracy", "fid", "inception_score", "clip_score", "clip_difference", "bound", "difference", "audit")
 INTERVAL = " [95 % interval]"
+DEVIATION = " ± standard deviation"
 WIDTH = 120  # of the table and the notes in a terminal
 
 
@@ -157,7 +169,7 @@ def columns(report: dict) -> list[Column]:
     for column in COLUMNS:
         if any(row[column.key] is not None for row in report["rows"]):
             title = _title(column, report)
-            meaning = column.meaning.format(**report, interval=INTERVAL)
+            meaning = column.meaning.format(**report, interval=INTERVAL, deviation=DEVIATION)
             shown.append(column._replace(title=title, meaning=meaning))
     return shown
 
@@ -182,6 +194,9 @@ def cell(row: dict, column: Column, short: bool = False) -> str:
     if column.key == "peak_bytes":
         value = value / 2**20
     text = format(value, column.form)
+    deviation = row.get(f"{column.key}_sd")
+    if deviation is not None and not short:
+        return f"{text} ±{deviation:{column.form}}"
     interval = row.get(f"{column.key}_ci95")
     if interval is None or short:
         return text
@@ -252,6 +267,30 @@ def _missing(report: dict) -> list[str]:
             title = _title(column, report)
             titles_by_reason.setdefault(reason, []).append(title)
     return [f"no {', '.join(titles)}: {reason}" for reason, titles in titles_by_reason.items()]
+
+
+def length_tests(report: dict) -> list[list[str]]:
+    """A table of the paired t-tests of tokens per forward pass, with the names of rows; [] if there are none.
+
+    Positive: the row's tokens per forward pass are more than the column's.
+    """
+    tested = [row for row in report["rows"] if row["step_compression_tests"]]
+    if not tested:
+        return []
+    names = [row["name"] for row in tested]
+    table = [["", *names]]
+    for row in tested:
+        cells = []
+        for name in names:
+            test = row["step_compression_tests"].get(name)
+            if test is None:
+                cells.append("")
+            elif test["t"] is None:  # all pairs differ by as much
+                cells.append(f"{test['difference']:+.2f}")
+            else:
+                cells.append(f"t {test['t']:+.1f} (p {test['p_value']:.1g})")
+        table.append([row["name"], *cells])
+    return table
 
 
 def own_seeds(report: dict) -> bool:
@@ -640,5 +679,6 @@ def html_page(
         notes=notes(report),
         model_line=model_line,
         own_seeds=own_seeds(report),
+        length_tests=length_tests(report),
         guarantees={name: meaning for name, meaning in GUARANTEES.items() if name in given},
     )

@@ -133,7 +133,7 @@ class Rule:
 Optimal = Annotated[
     bool,
     option(
-        "after a rejection, sample from the optimal residual distribution G*; otherwise as in the authors' code",
+        "after a rejection, sample from COOL-SD's optimal distribution G*; otherwise from that of the rule's own paper",
         implied=True,
     ),
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from scipy import special
 from torch import Tensor
 from torch.nn import functional
 from torch_fidelity.metric_fid import fid_features_to_statistics
@@ -66,28 +66,13 @@ def wilson(fraction: float, num: int) -> list[float]:
 
 
 def student(t: float, degrees: int) -> float:
-    """The chance that Student's t is farther from 0 than t: Abramowitz & Stegun, 26.7.3 and 26.7.4."""
-    angle = math.atan(abs(t) / math.sqrt(degrees))
-    is_odd = degrees % 2
-    term = math.cos(angle) if is_odd else 1.0
-    total = term if degrees > 1 else 0.0
-    for i in range(2 if is_odd else 1, degrees - 2, 2):
-        term *= i / (i + 1) * math.cos(angle) ** 2
-        total += term
-    within = math.sin(angle) * total
-    if is_odd:
-        within = (within + angle) * 2 / math.pi
-    return max(0.0, 1 - within)
+    """The chance that Student's t is farther from 0 than t."""
+    return float(2 * special.stdtr(degrees, -abs(t)))
 
 
-@functools.lru_cache
 def student_limit(degrees: int) -> float:
-    """Half of a 95 % interval, in standard errors of so many degrees of freedom: by bisection."""
-    low, high = NORMAL, 13.0  # of infinitely many, and above that of 1
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if student(middle, degrees) > 0.05 else (low, middle)
-    return high
+    """Half of a 95 % interval, in standard errors of so many degrees of freedom."""
+    return float(special.stdtrit(degrees, 0.975))
 
 
 # A score, and what each part of the images contributes to it. Parts are about independent, so their scatter gives the
@@ -397,6 +382,11 @@ class Change(NamedTuple):
     degrees: int | None = None
 
     @property
+    def t(self) -> float | None:
+        """Student's: the difference in standard errors; None if the error is unknown or 0."""
+        return self.difference / self.error if self.error else None
+
+    @property
     def p_value(self) -> float | None:
         """That of no difference: by Student's t, two-sided.
 
@@ -404,9 +394,9 @@ class Change(NamedTuple):
         """
         if self.error is None or self.degrees is None:
             return None
-        if self.error == 0:
+        if self.t is None:
             return 1.0 if self.difference == 0 else 0.0
-        return student(self.difference / self.error, self.degrees)
+        return student(self.t, self.degrees)
 
 
 def change(score: Score, base: Score, same_seeds: bool) -> Change:

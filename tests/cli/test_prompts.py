@@ -11,10 +11,11 @@ import pytest
 from hf import saved
 from launching import start, two_processes
 from PIL import Image
+from scipy import stats
 from stores import small_checkpoint, small_clip
 
 from cspd.cli import main
-from cspd.cli.options import read_prompts
+from cspd.cli.options import prompt_groups, read_prompts
 from cspd.evaluation.images import ImageFolder
 from cspd.evaluation.metrics import Clip
 from cspd.evaluation.run import Shards
@@ -55,6 +56,54 @@ def test_the_first_caption_of_each_image_in_coco(tmp_path):
     assert read_prompts(file, [Path(f"00003_seed{number}.png") for number in (2, 7, 9, 10)]) == in_order
 
 
+def test_a_random_caption_of_each_image_in_coco(tmp_path):
+    """A function of the seed and the image: neither of the order of the file nor of the images that are asked for."""
+    annotations = [(image, f"{image} {i}") for image in range(300) for i in range(5)]
+    file = coco(tmp_path / "captions.json", annotations)
+    drawn = read_prompts(file, caption_seed=3)
+    assert [text.split()[0] for text in drawn] == [str(image) for image in range(300)]
+    assert drawn == read_prompts(file, caption_seed=3) != read_prompts(file, caption_seed=4)
+    assert read_prompts(file, [Path(f"{image:012}.jpg") for image in (7, 2)], 3) == [drawn[7], drawn[2]]
+    number = [int(text.split()[1]) for text in drawn]
+    assert stats.chisquare([number.count(i) for i in range(5)]).pvalue > 0.01
+    later = coco(tmp_path / "later.json", [(500, "x"), *annotations])
+    assert read_prompts(later, caption_seed=3)[1:] == drawn
+
+
+PARTI = """Prompt\tCategory\tChallenge\tNote
+bond\tAbstract\tBasic\tmany meanings
+"G I G" as graffiti \tIllustrations\tWriting & Symbols\t
+a fox\tAbstract\tBasic
+"""
+
+
+def test_a_table_of_prompts_and_their_groups(tmp_path):
+    """PartiPrompts' lines: quotes belong to the text, a line may end early."""
+    (tmp_path / "parti.tsv").write_text(PARTI)
+    prompts = ["bond", '"G I G" as graffiti', "a fox"]
+    assert read_prompts(tmp_path / "parti.tsv") == prompts
+    groups = prompt_groups(tmp_path / "parti.tsv")
+    assert groups == {
+        "category": dict(zip(prompts, ["Abstract", "Illustrations", "Abstract"])),
+        "challenge": dict(zip(prompts, ["Basic", "Writing & Symbols", "Basic"])),
+    }
+    (tmp_path / "geneval.jsonl").write_text('{"prompt": "a fox", "tag": "single_object"}\n"blue"')
+    assert prompt_groups(tmp_path / "geneval.jsonl") == {"tag": {"a fox": "single_object"}}
+    (tmp_path / "folder").mkdir()
+    assert prompt_groups(tmp_path / "folder") == prompt_groups(coco(tmp_path / "captions.json")) == {}
+
+
+@pytest.mark.parametrize("more", [["--prompts", "a.txt"], ["--prompt", "a fox"], []])
+def test_a_caption_seed_needs_captions(more, text_checkpoint, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("a fox")
+    for command in ("sample", "evaluate", "compare"):
+        if "--prompt" in more and command != "sample":
+            continue
+        assert run(command, text_checkpoint, *more, "--caption-seed", 3, "--out", "out") == 2
+        assert "--caption-seed" in capsys.readouterr().err and not Path("out").exists()
+
+
 @pytest.mark.parametrize(
     "name, content",
     [
@@ -79,6 +128,9 @@ def test_formats_of_files(name, content, tmp_path):
         ("a.jsonl", b'"a fox"\n\n{"text": "a fox"}', "line 3"),
         ("a.jsonl", b'"a fox"\n\n\n{', "line 4"),
         ("a.csv", b"a fox", ".csv"),
+        ("a.tsv", b"a fox\nblue", "Prompt"),
+        ("a.tsv", b"Prompt\tCategory\n", "empty"),
+        ("a.tsv", b"Category\tPrompt\nAbstract\n", "line 2"),
         ("a.json", rb'["a fox", "blue \ud83d"]', "prompt 2"),
         ("a.json", b"a fox", "JSON"),
         ("a.json", b"[]", "empty"),
@@ -195,6 +247,26 @@ def test_clip_scores_of_an_evaluation_and_of_a_folder(text_checkpoint, file, tmp
         assert main(["evaluate", *folder, "--device", "cpu"]) == 0
         again = report_of(tmp_path / "again")
         assert again["clip_score"] == pytest.approx(made["clip_score"], abs=1e-4) and again["clip"] == made["clip"]
+
+
+@pytest.mark.slow  # transformers takes seconds to import
+def test_clip_scores_by_group(text_checkpoint, tmp_path, capsys):
+    (tmp_path / "parti.tsv").write_text(PARTI)
+    assert evaluate(text_checkpoint, tmp_path / "parti.tsv", tmp_path / "out", "--clip", small_clip()) == 0
+    shown = capsys.readouterr().out
+    report = report_of(tmp_path / "out")
+    scores = Clip(Path(small_clip()), "cpu").scores(
+        Shards(tmp_path / "out", 3), ["bond", '"G I G" as graffiti', "a fox"]
+    )
+    found = report["clip_score_by"]["category"]
+    assert found.keys() == {"Abstract", "Illustrations"} and report["clip_score_by"]["challenge"].keys() == {
+        "Basic",
+        "Writing & Symbols",
+    }
+    assert (found["Abstract"]["images"], found["Illustrations"]["clip_score_error"]) == (2, None)
+    assert found["Abstract"]["clip_score"] == pytest.approx(scores[[0, 2]].mean().item(), abs=1e-4)
+    assert found["Illustrations"]["clip_score"] == pytest.approx(scores[1].item(), abs=1e-4)
+    assert f"{found['Abstract']['clip_score']:.2f}" in shown and "Writing & Symbols" in shown
 
 
 def test_a_folder_is_not_measured_before_what_would_fail_afterwards(file, tmp_path, capsys):

@@ -13,9 +13,10 @@ import scipy.stats
 import torch
 from comparisons import BATCH, K4, NAMES, NUM, QUICK, chunks, compare, features, images_of
 from PIL import Image
+from toys import toy_models
 
 import cspd
-from cspd import method
+from cspd import VQModels, method
 from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
 from cspd.comparison import report as comparison_report
@@ -35,7 +36,7 @@ def test_every_name_in_the_json_is_documented(comparison):
     ran = report["ran"]
     names = {name for part in (report, report["rows"][0]) for name in part}
     names |= ran.keys()
-    endings = ("_holm", "_ci95", "_resolution", "_change")
+    endings = ("_holm", "_ci95", "_resolution", "_change", "_sd")
     assert all(f"`{ending}`" in section for ending in endings)
     for ending in endings:
         names = {name.removesuffix(ending) for name in names}
@@ -118,6 +119,38 @@ def test_alpha_is_of_all_drafts_and_the_bound_has_its_error(digits):
     loose = speed_of(row, plan, [chunk((1, 1, 7.0))] * 2, made)
     assert (loose["bound"], loose["bound_ci95"]) == (1, None)
     assert result["seconds"] == [1.0] and result["step_compression"] == 2 and result["head_calls_per_token"] is None
+
+
+def test_lengths_and_latencies_have_a_spread_and_a_paired_test(tmp_path):
+    engine = cspd.Engine(VQModels(**toy_models(length=16)), max_batch=4, device="cpu")
+    entries = [{"method": "sjd", "window": 3}, {"method": "sjd", "window": 8, "seed": 0}]
+    entries += [{"name": "other seeds", "method": "sjd", "window": 8, "seed": 100}]
+    rows = configurations(entries, {}, lambda models: engine)
+    num = 12
+    made, images = compare(rows, [0, 1], num, tmp_path, progress=False)
+    lengths = []
+    for row in rows:
+        requests = [row.request.but(label=i % 2, seed=row.first_seed(0) + i) for i in range(num)]
+        lengths.append([output.stats.step_compression for output in engine.generate(requests)])
+    for entry, own in zip(made["rows"], lengths):
+        assert entry["step_compression"] == pytest.approx(np.mean(own))
+        assert entry["step_compression_sd"] == pytest.approx(np.std(own, ddof=1))
+        assert entry["latency"] == pytest.approx(np.mean(entry["seconds"])) and len(entry["seconds"]) == 3
+        assert entry["latency_sd"] == pytest.approx(np.std(entry["seconds"], ddof=1))
+
+    names = [row.name for row in rows]
+    assert names == ["ar", "sjd:window=3", "sjd:window=8:seed=0", "other seeds"]
+    assert made["rows"][3]["step_compression_tests"] == {}  # no images are paired
+    assert made["rows"][1]["step_compression_tests"].keys() == {names[0], names[2]}
+    found = made["rows"][2]["step_compression_tests"][names[1]]
+    expected = scipy.stats.ttest_rel(lengths[2], lengths[1])
+    assert found["difference"] == pytest.approx(np.mean(lengths[2]) - np.mean(lengths[1])) and expected.pvalue < 0.9
+    assert (found["t"], found["p_value"]) == pytest.approx((expected.statistic, expected.pvalue))
+
+    comparison_report.write(made, images, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    sd = made["rows"][1]["step_compression_sd"]
+    assert f"±{sd:.2f}" in page and f"t {found['t']:+.1f} (p {found['p_value']:.1g})" in page
 
 
 def wilson_of_scipy(hits, num):
