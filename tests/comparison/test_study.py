@@ -233,7 +233,7 @@ def test_bad_arguments_are_rejected_in_one_line(arguments, hint, tmp_path, capsy
 
 
 def test_published_studies_are_comparisons_of_the_bundled_models():
-    assert len(STUDIES) == 19
+    assert len(STUDIES) == 24
     engines = {}
     for path in STUDIES:
         common, entries = read_study(path)
