@@ -26,6 +26,8 @@ RULES = {
     "cool-sd, own G": CoolSD(1.5, length=3, optimal=False),
     "lantern": Lantern(0.3, k=2),
     "lantern, own G": Lantern(0.3, k=3, optimal=False),
+    "lantern, jsd": Lantern(0.15, k=3, bound="jsd"),
+    "lantern, jsd, own G": Lantern(0.1, k=4, bound="jsd", optimal=False),
     "lantern++": LanternPlus(1.5, k=2),
     "lantern++, own G": LanternPlus(1.5, k=3, optimal=False),
     "gsd": GSD(3, gap=0.2),

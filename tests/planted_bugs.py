@@ -423,6 +423,27 @@ BUGS = [
         "discrete/test_rules.py::test_pooling_is_the_plain_loop",
     ),
     Bug(
+        "a divergence without the token that takes the mass",
+        "cspd/discrete/rules.py",
+        "return (of_taker + mass * math.log(2)) / 2",
+        "return mass * math.log(2) / 2",
+        "discrete/test_rules.py::test_lantern_commits_what_its_paper_says",
+    ),
+    Bug(
+        "random neighbours are near ones",
+        "cspd/discrete/rules.py",
+        'if metric == "random":',
+        'if metric == "any":',
+        "discrete/test_bundled.py::test_random_neighbours_accept_fewer_tokens_than_near_ones",
+    ),
+    Bug(
+        "a changed token's offsets are one late",
+        "scripts/measure/ambiguity.py",
+        "sums[0, 1 : 1 + num_after] += distance[position + 1 :]",
+        "sums[0, :num_after] += distance[position + 1 :]",
+        "discrete/test_ambiguity.py::test_the_change_of_one_token_by_offset",
+    ),
+    Bug(
         "the released code absorbs less at ties",
         "cspd/discrete/rules.py",
         "return limit.nextafter(torch.full_like(P, math.inf))",

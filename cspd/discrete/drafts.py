@@ -364,6 +364,18 @@ def commit(runner: VQRunner, batch: Batch, drafted: Drafted, verified: Verified)
 
 DRAFT = Option("draft", DRAFTS, "what drafts the tokens")
 GAMMA = Option("gamma", int, "number of tokens drafted in a chain, or the height of a tree", low=1, high=MOST_NODES - 1)
+NODES = 60  # EAGLE-2: candidates that survive reranking
+WINDOW = Option(
+    "window",
+    int,
+    "tokens in EAGLE-2's tree",
+    default=NODES,
+    implied=True,
+    low=1,
+    high=MOST_NODES - 1,
+    only_with=("draft", ("eagle-dynamic",)),
+    metavar="W",
+)
 _WITH_ARTICLE = {"draft": "a draft model", "eagle": "an EAGLE drafter"}
 _FLAGS = {"draft": "--draft-checkpoint", "eagle": "--eagle"}
 NEEDS = {None: "-", "draft": "draft model", "eagle": "EAGLE drafter"}
@@ -449,7 +461,7 @@ def drafting(
         draft, gamma: a name of `DRAFTS`, and how far it drafts. rule, parameters: see `rule_options`.
         coupling: of the exact rule, see `COUPLING`.
     """
-    of_draft = (DRAFT.but(default=draft), GAMMA.but(default=gamma))
+    of_draft = (DRAFT.but(default=draft), GAMMA.but(default=gamma), WINDOW)
     return Method(
         name=name,
         family="VQ",
@@ -492,7 +504,6 @@ EAGLE_TREE = {
     (0, 0, 0, 0): 2,
 }
 BRANCHES = 10  # EAGLE-2: nodes expanded at a depth, and children tried of each
-NODES = 60  # EAGLE-2: candidates that survive reranking, unless the request sets `window`
 MIN_LOG = -1e4  # of a draft's probability
 
 

@@ -19,10 +19,10 @@ from cspd.transformer import steps
 
 # Rules. A rule accepts a drafted token x with probability f(x), and otherwise samples from G.
 #
-# Each is a class: its fields are its options, `accept` is its f, and `guarantee` and `bound` say how far the committed
-# token is from P. They work on probabilities [..., V], P of the target and Q of the draft, float32 or float64, with any
-# leading dimensions (sequences, positions, tree nodes). Any rule verifies any draft: for a token that was chosen, not
-# sampled, Q is the point mass at it.
+# Each is a class: its fields are its options, `accept` is its f, and `guarantee` and `local_bound` say how far the
+# committed token is from P. They work on probabilities [..., V], P of the target and Q of the draft, float32 or
+# float64, with any leading dimensions (sequences, positions, tree nodes). Any rule verifies any draft: for a token that
+# was chosen, not sampled, Q is the point mass at it.
 #
 # Sources:
 #     exact: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", arXiv 2211.17192.
@@ -120,7 +120,7 @@ class Rule:
         """G [..., V] after candidates x [...] were rejected. f: None if the rule has no `has_whole_f`."""
         return residual(P, Q, f if self.optimal else 1.0)
 
-    def bound(self, P: Tensor, Q: Tensor, f: Tensor) -> Tensor:
+    def local_bound(self, P: Tensor, Q: Tensor, f: Tensor) -> Tensor:
         """The local term [...] that verifying a candidate adds to the bound on the total variation, not capped at 1."""
         # norm([P - Q]+) is biased where f < min(1, P / Q), although Q f <= P there
         return bound(P, Q, f, None if self.optimal else residual(P, Q, 1.0))
@@ -327,9 +327,10 @@ LAST_KEY = torch.iinfo(torch.int64).max
 
 NumNear = Annotated[int, option("maximum number of neighbours", implied=True, low=1)]
 Metric = Annotated[
-    Literal["l2", "cosine", "raw"],
+    Literal["l2", "cosine", "raw", "random"],
     option(
-        "distance of neighbours: of the vectors that the decoder receives, or l2 of the codebook as it is stored (raw)",
+        "distance of neighbours: of the vectors that the decoder receives, or l2 of the codebook as it is stored (raw);"
+        " random: any codes, the same ones in every run",
         implied=True,
     ),
 ]
@@ -397,7 +398,7 @@ class Pooling(Rule):
             return residual(P, Q, f)
         return residual(self.merged(P, x), Q, 1.0)
 
-    def bound(self, P: Tensor, Q: Tensor, f: Tensor) -> Tensor:
+    def local_bound(self, P: Tensor, Q: Tensor, f: Tensor) -> Tensor:
         return bound(P, Q, f)  # of the paper's G, too
 
     def merged(self, P: Tensor, x: Tensor) -> Tensor:
@@ -448,20 +449,36 @@ class Pooling(Rule):
 
 @dataclass(frozen=True)
 class Lantern(Pooling):
-    """f = min(1, (P + absorbed) / Q), absorbed < delta (its section 3.3)."""
+    """f = min(1, (P + absorbed) / Q), with the distance of P_A from P below delta (its section 3.3).
+
+    In total variation (tvd) that distance is the absorbed mass. The paper's Table 4 also has the Jensen-Shannon
+    divergence (jsd). It does not name the logarithm; ours is the natural one: with that of base 2, as with the root of
+    the divergence, jsd would allow hardly more than tvd or less at the same delta, but the paper's accepts more.
+    """
 
     name = "lantern"
     dial = ("delta", (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4))
     delta: Annotated[
-        float, option("maximum probability that neighbours may add; 0.05 to 0.4 in the paper", above=0, high=1)
+        float,
+        option("limits the probability that neighbours may add, see bound; 0.05 to 0.4 in the paper", above=0, high=1),
     ] = 0.2
     k: NumNear = 10
     metric: Metric = "l2"
+    bound: Annotated[
+        Literal["tvd", "jsd"],
+        option(
+            "what must stay below delta between the target's and the pooled distribution: total variation, which is"
+            " the probability added, or the Jensen-Shannon divergence in nats",
+            implied=True,
+        ),
+    ] = "tvd"
     optimal: Optimal = True
     published: Published = False
     near: Tensor | None = field(default=None, repr=False, compare=False)
 
     def limit(self, P: Tensor) -> Tensor:
+        if self.bound == "jsd":
+            return mass_at_jsd(P, self.delta)
         return torch.full_like(P, self.delta)
 
 
@@ -487,6 +504,33 @@ class LanternPlus(Pooling):
 
     def limit(self, P: Tensor) -> Tensor:
         return self.lam * P
+
+
+def jsd(P: Tensor, mass: Tensor) -> Tensor:
+    """The Jensen-Shannon divergence in nats between P and P_A, if tokens of probability P take over a mass above 0.
+
+    Each token that gives all its mass m adds m log(2) / 2; the token that takes it adds the rest.
+    """
+    pooled = P + mass
+    middle = P + mass / 2
+    of_taker = torch.xlogy(P, P / middle) + pooled * torch.log(pooled / middle)
+    return (of_taker + mass * math.log(2)) / 2
+
+
+NEWTON_STEPS = 4  # more change nothing, in float64 either
+
+
+def mass_at_jsd(P: Tensor, delta: float) -> Tensor:
+    """The mass at which `jsd` reaches delta, shaped like P; more than there is if it never does.
+
+    Newton's method. The divergence is convex in the mass and rises by at least log(2) / 2 per unit of it, so that the
+    iteration falls towards the solution from this start.
+    """
+    mass = torch.full_like(P, 2 * delta / math.log(2))
+    for _ in range(NEWTON_STEPS):
+        slope = torch.log(2 * (P + mass) / (P + mass / 2)) / 2
+        mass = mass - (jsd(P, mass) - delta) / slope
+    return mass
 
 
 MAX_GATHERED = 2**22  # probabilities gathered at a time, which bounds memory
@@ -717,15 +761,19 @@ def neighbours(codebook: Tensor, k: int, metric: str = "l2") -> Tensor:
     Args:
         codebook: [V, c], the vectors that the decoder receives, for LlamaGen the l2-normalised codes; for "raw" the
             codes as they are stored.
-        k: at least 1. metric: "l2", "cosine", or "raw", which is l2.
+        k: at least 1. metric: "l2", "cosine", "raw", which is l2, or "random", for which every distance is drawn.
     """
+    generator = torch.Generator().manual_seed(0)  # the same neighbours in every run, on every device
     vectors = functional.normalize(codebook, dim=-1) if metric == "cosine" else codebook
     k = min(k, len(vectors) - 1)
     near = []
     first = 0
     for part in vectors.split(max(1, MAX_COMPARED // len(vectors))):
-        # no matrix product: its rounding would reorder close neighbours
-        distance = torch.cdist(part, vectors, compute_mode="donot_use_mm_for_euclid_dist")
+        if metric == "random":
+            distance = torch.rand(len(part), len(vectors), generator=generator).to(vectors.device)
+        else:
+            # no matrix product: its rounding would reorder close neighbours
+            distance = torch.cdist(part, vectors, compute_mode="donot_use_mm_for_euclid_dist")
         distance.diagonal(first).fill_(math.inf)  # a code is not its own neighbour
         # keys, since topk alone chooses arbitrarily among ties
         near.append(order_keys(distance.float()).topk(k, largest=False).indices)

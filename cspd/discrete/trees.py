@@ -205,13 +205,13 @@ def _verify_in_turn(
 def _local_bounds(rule: Rule, rank: _Rank, wanted: Tensor) -> Tensor:
     """The rule's bounds [..., m] of the candidates of one rank, at least of those in `wanted`, bool [..., m]."""
     if rank.f is not None:
-        return rule.bound(rank.P, rank.Q, rank.f)
+        return rule.local_bound(rank.P, rank.Q, rank.f)
     # f at all tokens is expensive here: only for those that are wanted
     P = rank.P[wanted]
     Q = rank.Q[wanted]
     f = rule.accept(P, Q)
     bounds = P.new_zeros(wanted.shape)
-    return bounds.masked_scatter_(wanted, rule.bound(P, Q, f))
+    return bounds.masked_scatter_(wanted, rule.local_bound(P, Q, f))
 
 
 def _verify_points(rule: Ratio, P: Tensor, candidates: Tensor, depth: Tensor | int) -> _Verification:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,7 @@ from enumerated import (
     seeing,
     tv,
 )
+from scipy import stats
 from torch import Tensor
 from toys import request_of, toy_models
 
@@ -308,6 +310,73 @@ def test_pooling_is_the_plain_loop(name, value, k, monkeypatch):
     assert torch.equal(rule.accept(P, Q), f)
 
 
+def total_variation(a: list[float], b: list[float]) -> float:
+    return sum(abs(x - y) for x, y in zip(a, b)) / 2
+
+
+def jensen_shannon(a: list[float], b: list[float]) -> float:
+    """In nats."""
+    divergence = 0.0
+    for mine, other in ((a, b), (b, a)):
+        for x, y in zip(mine, other):
+            divergence += x * math.log(2 * x / (x + y)) / 2 if x > 0 else 0.0
+    return divergence
+
+
+DISTANCES = {"tvd": total_variation, "jsd": jensen_shannon}
+
+
+def pooled(P: list[float], x: int, order: list[int], is_below: Callable[[list[float]], bool]) -> list[float]:
+    """P_A of LANTERN's section 3.3: x takes over its nearest codes' mass, one more while the distance allows it."""
+    found = P
+    for y in order:
+        wider = [*found]
+        wider[x] += wider[y]
+        wider[y] = 0.0
+        if not is_below(wider):
+            break
+        found = wider
+    return found
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+@pytest.mark.parametrize("delta", [0.02, 0.2])
+def test_lantern_commits_what_its_paper_says(name, delta):
+    """Accept x with min(1, P_A(x) / Q(x)), otherwise sample from [P_A - Q]+; A as large as the distance allows."""
+    P = (2 * random(20, 12)).softmax(-1)
+    Q = random(20, 12, seed=1).softmax(-1)
+    P[:5, :4] = 0
+    P /= P.sum(-1, keepdim=True)
+    distance = DISTANCES[name]
+    expected = []
+    for p, q in zip(P.tolist(), Q.tolist()):
+        total = [0.0] * 12
+        for x, order in enumerate(near(12).tolist()):
+            P_A = pooled(p, x, order[:5], lambda wider, p=p: distance(wider, p) < delta)
+            f = min(1.0, P_A[x] / q[x])
+            left = [max(0.0, a - b) for a, b in zip(P_A, q)]
+            for y, mass in enumerate(left):
+                total[y] += q[x] * (1 - f) * mass / sum(left)
+            total[x] += q[x] * f
+        expected.append(total)
+    committed = commit(Lantern(delta, k=5, bound=name, optimal=False), P, Q, 1).total
+    assert torch.allclose(committed, torch.tensor(expected).double(), atol=1e-9)
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+@pytest.mark.parametrize("delta", [0.005, 0.1, 0.4])
+def test_pooling_stays_below_delta_by_the_distance_that_was_asked_for(name, delta):
+    P = (random(1000, 24) * torch.linspace(0, 6, 1000).unsqueeze(1)).softmax(-1)
+    x = random(1000, 24, seed=1).argmax(-1)
+    rule = Lantern(delta, k=23, bound=name, near=near(24))
+    merged = rule.merged(P, x)
+    distances = [DISTANCES[name](a, p) for a, p in zip(merged.tolist(), P.tolist())]
+    assert max(distances) < delta
+    assert max(distances) > 0.9 * delta  # the limit is used
+    by_other = [DISTANCES["tvd"](a, p) for a, p in zip(merged.tolist(), P.tolist())]
+    assert name == "tvd" or max(by_other) > delta  # a divergence allows more mass than the same total variation
+
+
 def slow_group(p: list[float], x: int, group: int, gap: float) -> list[int]:
     """The tokens of one token's group, in plain Python."""
     order = sorted(range(len(p)), key=lambda y: (p[y], y))
@@ -459,6 +528,20 @@ def test_neighbours(metric, dtype, monkeypatch):
     for at_once, k in ((2**22, 5), (100, 5), (41, 39), (1, 100)):
         monkeypatch.setattr(rules, "MAX_COMPARED", at_once)
         assert neighbours(codebook, k, metric).tolist() == [row[:k] for row in expected]
+
+
+def test_random_neighbours_are_other_codes_and_the_same_ones_again(monkeypatch):
+    codebook = random(300, 4)
+    found = neighbours(codebook, 299, "random")
+    for row, order in enumerate(found.tolist()):
+        assert sorted([*order, row]) == list(range(300))
+    monkeypatch.setattr(rules, "MAX_COMPARED", 1000)
+    assert torch.equal(neighbours(2 * codebook + 1, 20, "random"), found[:, :20])
+    ahead = torch.bincount(found[:, :30].flatten(), minlength=300)
+    assert stats.chisquare(ahead.numpy()).pvalue > 1e-3  # no code is a near one of more codes than others are
+    near_ones = neighbours(codebook, 30)
+    shared = (found[:, :30].unsqueeze(-1) == near_ones.unsqueeze(1)).any(-1).double().mean()
+    assert shared == pytest.approx(30 / 299, abs=0.01)
 
 
 @pytest.mark.parametrize("k", [1, 6, 7, 26])
