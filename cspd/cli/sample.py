@@ -10,6 +10,7 @@ import ipaddress
 import itertools
 import json
 import math
+import os
 import socket
 import sys
 import time
@@ -26,6 +27,7 @@ from torch.nn import functional
 
 from cspd.checkpoints import check_of_one, checkpoint_files, run_settings
 from cspd.cli.options import all_classes, bundled_here, check_method, load_engine, on_ray, read_prompts, request_of
+from cspd.device import Load, crowded
 from cspd.engine import Engine
 from cspd.evaluation.images import GRID, HEATMAP, LIST, OVERVIEWS, RECORD, Subject, file_name, subject_of
 from cspd.evaluation.run import (
@@ -50,7 +52,7 @@ from cspd.request import Output, Request
 from cspd.runs import Store, differences, earlier_choices, files_told, missing_files, write_png
 from cspd.speed import PlainRounds, against_plain, is_plain
 from cspd.summary import LAZY, OPTIONAL, SPEED, STATS, measured_lines, speed_line, summary_of
-from cspd.terminal import API_KEY, if_stopped, install
+from cspd.terminal import API_KEY, if_stopped, install, say
 
 # Sampling into a folder: PNGs, a grid with captions and a JSON record. An interrupted run resumes.
 
@@ -346,7 +348,12 @@ def run_sample(args: argparse.Namespace) -> None:
 
 def _engine_for(args: argparse.Namespace, asked: Sequence[dict]) -> Engine:
     """The engine, with no more slots than images: the window of `speculative` is chosen for their number."""
-    return load_engine(args, min(args.max_batch, args.num or len(asked) or args.max_batch))
+    others = Load()
+    engine = load_engine(args, min(args.max_batch, args.num or len(asked) or args.max_batch))
+    hint = crowded(others.cores(), os.cpu_count() or 1, torch.get_num_threads())
+    if hint and engine.device.type == "cpu":
+        say(hint)
+    return engine
 
 
 def _sample_shards(args: argparse.Namespace, asked: Sequence[dict], part: Part) -> None:
