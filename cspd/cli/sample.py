@@ -562,6 +562,7 @@ def run_serve(args: argparse.Namespace) -> None:
     try:
         from cspd.serving.access import logging_requests
         from cspd.serving.app import Server, make_app
+        from cspd.serving.gallery import Gallery
         from cspd.serving.loop import public_names
     except ModuleNotFoundError as missing:
         raise ValueError(f"cspd serve needs {missing.name}: {install('serve')}") from None
@@ -580,11 +581,14 @@ def run_serve(args: argparse.Namespace) -> None:
         warnings.simplefilter("ignore", Resized)
         host, port = listener.getsockname()[:2]
         is_local = ipaddress.ip_address(host).is_loopback
+        # clients see each other's pictures in the gallery: behind a proxy, or on a network, only if that is asked for
+        out = args.out or Path("none" if args.allowed_hosts or not is_local else "pictures")
         app = make_app(
             engines,
             args.max_requests,
             args.max_per_visitor,
             args.calibrated_only,
+            None if str(out) == "none" else Gallery(out),
             hosts=[args.host, host, *args.allowed_hosts],
             origins=args.allowed_hosts,
             any_address=not is_local,
