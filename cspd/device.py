@@ -171,6 +171,47 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+SLACK = 0.5  # of a CPU core that may be missing without a hint
+
+
+class Load:
+    """How many CPU cores other processes keep busy, from its creation on; known on Linux only."""
+
+    def __init__(self) -> None:
+        self._began = self._seconds()
+
+    @staticmethod
+    def _seconds() -> tuple[float, float] | None:
+        """The moment, and the seconds that all other processes and virtual machines have computed by then."""
+        try:
+            user, nice, system, _, _, *more = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9])
+        except (OSError, ValueError):
+            return None
+        busy = (user + nice + system + sum(more)) / os.sysconf("SC_CLK_TCK")
+        return time.monotonic(), busy - time.process_time()
+
+    def cores(self) -> float:
+        """The mean number of cores that others kept busy, 0 if that is not known."""
+        ended = self._seconds()
+        if self._began is None or ended is None or ended[0] == self._began[0]:
+            return 0.0
+        return max(0.0, (ended[1] - self._began[1]) / (ended[0] - self._began[0]))
+
+
+def crowded(others: float, cores: int, threads: int) -> str | None:
+    """A hint if this process' threads and `others` busy cores are more than there are, or None.
+
+    All threads of an operation wait for the last one. On two cores, two threads beside one busy process were forty
+    times as slow as one thread.
+    """
+    if threads == 1 or others + threads <= cores + SLACK:
+        return None
+    return (
+        f"other programs keep {others:.1f} of {cores} CPU cores busy, and {threads} threads wait for each other:"
+        f" --threads {max(1, int(cores - others))} may be many times as fast"
+    )
+
+
 def trim() -> None:
     """Returns to the system what earlier work has freed. Later work is slower until it has the memory again."""
     with contextlib.suppress(AttributeError, TypeError):  # glibc only

@@ -23,6 +23,7 @@ from cspd.option import LARGEST_INTEGER, check_integer, check_seed, option_names
 from cspd.pixels import png_of, png_text, to_pil
 from cspd.terminal import choice, shortened
 
+CLASS_NAMES = ("class_labels", "class_label", "classes", "labels", "label")  # as other libraries and our functions say
 PHASES = ("backbone", "head", "draft", "decode", "other")
 Label = int | str | None  # a class by number or name; None: unconditional
 
@@ -83,7 +84,10 @@ class Request:
         own_settings = {}
         for name in sorted(given):
             if name not in valid:
-                raise TypeError(f"a request has no setting {shortened(name)}: {choice(name, sorted(valid))}")
+                remedy = choice(name, sorted(valid))
+                if name in CLASS_NAMES:
+                    remedy = "the class is labels=.. of sample(), label=.. of Request(), and the prompt over HTTP"
+                raise TypeError(f"a request has no setting {shortened(name)}: {remedy}")
             if given[name] is not None:
                 own_settings[name] = plain(given[name])
         fields = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -14,6 +15,7 @@ from golden_files import GOLDEN, GOLDEN_MAR, Golden, relative_error  # noqa: F40
 
 import cspd
 import cspd.checkpoints
+from cspd import device as cspd_device
 from cspd import terminal
 from cspd.device import pick_device
 from cspd.discrete.gpt import GPT, GPTConfig, VQConfig, VQModel
@@ -25,6 +27,7 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(
     prefix="cspd-tests-"
 )  # costs, and calibrations of small models, are made anew
 terminal.PATIENCE = 3600.0  # a slow machine does not add lines to what commands print
+cspd_device.SLACK = math.inf  # nor does a busy one
 CPU = Path("/proc/cpuinfo")
 if CPU.exists() and "GenuineIntel" in CPU.read_text():  # MKL rounds alike in every batch if asked to: docs/exactness.md
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # it looks when it is first used

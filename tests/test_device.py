@@ -9,6 +9,9 @@ import itertools
 import math
 import multiprocessing
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -338,3 +341,24 @@ def test_records_have_the_flags(policy, tmp_path):
         for each in (record["machine"], engine.describe(), found):
             assert each["matmul_precision"] == ("tf32" if policy == "tf32" else "ieee")
             assert each["bf16_reduction"] is False
+
+
+def test_threads_beside_other_programs_get_a_hint(monkeypatch):
+    """Other processes are counted, this one's own work is not."""
+    monkeypatch.setattr(cspd_device, "SLACK", 0.5)
+    for others, cores, threads, remedy in ((1.0, 2, 2, "--threads 1"), (5.2, 16, 16, "--threads 10")):
+        assert remedy in cspd_device.crowded(others, cores, threads)
+    for others, cores, threads in ((1.0, 2, 1), (0.3, 2, 2), (8.0, 16, 8), (4.0, 2, 1)):
+        assert cspd_device.crowded(others, cores, threads) is None
+    if not Path("/proc/stat").exists():
+        return
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        load = cspd_device.Load()
+        time.sleep(0.7)
+        assert load.cores() > 0.3
+        busy.kill()
+    with monkeypatch.context() as patch:  # as if this process alone kept a hundred cores busy
+        patch.setattr(time, "process_time", lambda: 100 * time.monotonic())
+        load = cspd_device.Load()
+        time.sleep(0.05)
+        assert load.cores() == 0

@@ -625,3 +625,10 @@ def test_statistics_are_four_lines_to_read():
     assert stats.to_dict()["by_lag"] == stats.by_lag  # the rest
     measured = RoundStats("measured", backbone_calls=8, head_calls=80, head_calls_per_token=10.0, difference=0.049)
     assert "80 of the head, 10.0 per token" in str(measured) and "0.049 standard" in str(measured)
+
+
+@pytest.mark.parametrize("name", ["class_labels", "labels"])
+def test_other_names_of_the_class(name):
+    """diffusers' name, and that of `Engine.sample` in a request."""
+    with pytest.raises(TypeError, match=f"'{name}': .*labels=.* label="):
+        Request(settings={name: 3})

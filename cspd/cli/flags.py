@@ -371,6 +371,11 @@ Users can paint over an image to regenerate that part. More in docs/serve.md.
     group.add_argument("--max-requests", type=count, metavar="N", default=32, help=text)
     text = "maximum number of running and queued images of one client (default: %(default)s)"
     group.add_argument("--max-per-visitor", type=count, metavar="N", default=10, help=text)
+    text = (
+        "folder of the page's gallery, which all clients see; none: pictures are not saved (default: pictures/, or none"
+        " if --host or --allowed-hosts let in other machines)"
+    )
+    group.add_argument("--out", type=path_argument, metavar="FOLDER", help=text)
     text = "refuse requests whose settings are not calibrated yet (default: all clients wait for the calibration)"
     group.add_argument("--calibrated-only", action="store_true", help=text)
     _add_machine(parser)

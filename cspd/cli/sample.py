@@ -10,6 +10,7 @@ import ipaddress
 import itertools
 import json
 import math
+import os
 import socket
 import sys
 import time
@@ -26,6 +27,7 @@ from torch.nn import functional
 
 from cspd.checkpoints import check_of_one, checkpoint_files, run_settings
 from cspd.cli.options import all_classes, asked_prompts, bundled_here, check_method, load_engine, on_ray, request_of
+from cspd.device import Load, crowded
 from cspd.engine import Engine
 from cspd.evaluation.images import GRID, HEATMAP, LIST, OVERVIEWS, RECORD, Subject, file_name, subject_of
 from cspd.evaluation.run import (
@@ -50,7 +52,7 @@ from cspd.request import Output, Request
 from cspd.runs import Store, differences, earlier_choices, files_told, missing_files, write_png
 from cspd.speed import PlainRounds, against_plain, is_plain
 from cspd.summary import LAZY, OPTIONAL, SPEED, STATS, measured_lines, speed_line, summary_of
-from cspd.terminal import API_KEY, if_stopped, install
+from cspd.terminal import API_KEY, if_stopped, install, say
 
 # Sampling into a folder: PNGs, a grid with captions and a JSON record. An interrupted run resumes.
 
@@ -346,7 +348,12 @@ def run_sample(args: argparse.Namespace) -> None:
 
 def _engine_for(args: argparse.Namespace, asked: Sequence[dict]) -> Engine:
     """The engine, with no more slots than images: the window of `speculative` is chosen for their number."""
-    return load_engine(args, min(args.max_batch, args.num or len(asked) or args.max_batch))
+    others = Load()
+    engine = load_engine(args, min(args.max_batch, args.num or len(asked) or args.max_batch))
+    hint = crowded(others.cores(), os.cpu_count() or 1, torch.get_num_threads())
+    if hint and engine.device.type == "cpu":
+        say(hint)
+    return engine
 
 
 def _sample_shards(args: argparse.Namespace, asked: Sequence[dict], part: Part) -> None:
@@ -557,6 +564,7 @@ def run_serve(args: argparse.Namespace) -> None:
     try:
         from cspd.serving.access import logging_requests
         from cspd.serving.app import Server, make_app
+        from cspd.serving.gallery import Gallery
         from cspd.serving.loop import public_names
     except ModuleNotFoundError as missing:
         raise ValueError(f"cspd serve needs {missing.name}: {install('serve')}") from None
@@ -575,11 +583,14 @@ def run_serve(args: argparse.Namespace) -> None:
         warnings.simplefilter("ignore", Resized)
         host, port = listener.getsockname()[:2]
         is_local = ipaddress.ip_address(host).is_loopback
+        # clients see each other's pictures in the gallery: behind a proxy, or on a network, only if that is asked for
+        out = args.out or Path("none" if args.allowed_hosts or not is_local else "pictures")
         app = make_app(
             engines,
             args.max_requests,
             args.max_per_visitor,
             args.calibrated_only,
+            None if str(out) == "none" else Gallery(out),
             hosts=[args.host, host, *args.allowed_hosts],
             origins=args.allowed_hosts,
             any_address=not is_local,

@@ -56,6 +56,7 @@ from cspd.serving.bodies import (
     typed,
 )
 from cspd.serving.connections import LimitedServer
+from cspd.serving.gallery import Gallery
 from cspd.serving.loop import EngineLoop, Jobs
 from cspd.terminal import __version__, label_of, shortened
 from mar.checkpoint import lookup
@@ -211,6 +212,7 @@ def _option(option: Option, default: object) -> dict:
 # If a client closes the connection, its images are cancelled.
 
 PAGE = Path(__file__).parent / "page"
+MOST_LISTED = 1_000  # pictures in an answer
 GRACE = 2  # seconds that connections have to end
 PATIENCE = 4.0  # seconds that the process has to end, after a signal or, on SIGTERM, after the last image
 
@@ -220,6 +222,7 @@ def make_app(
     most: int = 32,
     most_each: int = v1.MOST_IMAGES,
     calibrated_only: bool = False,
+    gallery: Gallery | None = None,
     **access: Any,
 ) -> fastapi.FastAPI:
     """The application. While it is served, its `state.jobs` runs the engines; no other thread may use them.
@@ -228,6 +231,7 @@ def make_app(
         engines: by name of their checkpoint, one each.
         most, most_each: maximum number of unfinished images, of all clients and of each client.
         calibrated_only: as in `EngineLoop`.
+        gallery: where pictures of the page are saved; None: the server keeps none.
         access: arguments of `Access`.
 
     Raises:
@@ -235,11 +239,11 @@ def make_app(
     """
     loop = EngineLoop(engines, most, most_each, calibrated_only)
     loop.about = about(engines)
-    return app_of(loop, **access)
+    return app_of(loop, gallery, **access)
 
 
-def app_of(jobs: Jobs, **access: Any) -> fastapi.FastAPI:
-    """The application over jobs, which it starts and closes. `access`: arguments of `Access`."""
+def app_of(jobs: Jobs, gallery: Gallery | None = None, **access: Any) -> fastapi.FastAPI:
+    """The application over jobs, which it starts and closes. The other arguments are as in `make_app`."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: fastapi.FastAPI) -> AsyncIterator[None]:
@@ -294,6 +298,19 @@ def app_of(jobs: Jobs, **access: Any) -> fastapi.FastAPI:
     async def status() -> dict:
         return jobs.status()
 
+    @app.get("/api/pictures")
+    def pictures(num: int = 24) -> dict:
+        """The newest pictures of the gallery; "is_saved": whether there is one."""
+        found = [] if gallery is None else gallery.newest(max(1, min(num, MOST_LISTED)))
+        return {"is_saved": gallery is not None, "pictures": found}
+
+    @app.get("/api/pictures/{name}")
+    def picture(name: str) -> Response:
+        with contextlib.suppress(FileNotFoundError):
+            if gallery is not None:
+                return Response(gallery.read(name), media_type="image/png")
+        raise Refusal(404, f"the gallery has no picture {shortened(name)}")
+
     @app.post("/api/images", openapi_extra=schema_of(Asked))
     async def images(request: fastapi.Request) -> StreamingResponse:
         asked = parse_json(Asked, await read(request))
@@ -302,7 +319,7 @@ def app_of(jobs: Jobs, **access: Any) -> fastapi.FastAPI:
             lookup(names, asked.model, "model")
             requests = await asyncio.to_thread(requests_of, asked)
             begun = await begin(jobs, client_of(request), asked.model, requests, has_left=request.is_disconnected)
-        events = _events(jobs, begun)
+        events = _events(jobs, begun, gallery)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     app.mount("/", Page(directory=PAGE, html=True))
@@ -328,10 +345,12 @@ def _health(is_well: bool) -> JSONResponse:
     return JSONResponse({"status": "ok" if is_well else "unavailable"}, 200 if is_well else 503)
 
 
-async def _events(jobs: Jobs, begun: Begun) -> AsyncIterator[str]:
-    """The events of some jobs as text."""
+async def _events(jobs: Jobs, begun: Begun, gallery: Gallery | None) -> AsyncIterator[str]:
+    """The events of some jobs as text. Finished pictures are saved in the gallery; "file" is their name there."""
     async with contextlib.aclosing(events_of(jobs, begun)) as events:
         async for event in events:
+            if gallery is not None and event is not None and "finished" in event and event["image"] is not None:
+                event["file"] = await asyncio.to_thread(gallery.save, event)
             yield ": waiting\n\n" if event is None else _event(event)  # a comment, or an event
 
 

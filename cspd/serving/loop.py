@@ -91,12 +91,12 @@ def shown(output: Output, share: float) -> dict:
         "num_tokens": output.request.num_generated(len(output.token_cost)),
         "seed": output.request.seed,
         "ran": repr(output.request),
-        "settings": {name: _exact(value) for name, value in output.request.to_dict().items() if value is not None},
+        "settings": {name: exact(value) for name, value in output.request.to_dict().items() if value is not None},
         "class_name": output.class_name,
     }
 
 
-def _exact(value: object) -> object:
+def exact(value: object) -> object:
     """Integers as text: a browser rounds those above 2**53, such as a seed, to others."""
     return str(value) if type(value) is int else value
 

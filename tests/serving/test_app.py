@@ -6,10 +6,12 @@ import asyncio
 import base64
 import io
 import json
+import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from stores import small_checkpoint
 import cspd
 from cspd.cli import _parse, main
 from cspd.serving import access, bodies, loop
+from cspd.serving.gallery import Gallery
 
 QUICK = {"num_iter": 3, "num_sampling_steps": 5, "first_timestep": 950, "cfg": 3.0}
 ROOT = Path(__file__).parent.parent.parent
@@ -200,6 +203,69 @@ def test_exhausted_memory_is_a_message(site, engines, monkeypatch, capsys):
         assert answer.status == 503 and "memory" in json.load(answer)["detail"]
         patch.setattr(engines["mar"].runners["MAR"], "resolve", lambda *given: [][0])
         assert site.make(settings=QUICK).status == 500
+
+
+# The gallery of the page.
+
+
+def test_pictures_are_saved_in_the_gallery(engines, engine, tmp_path):
+    """The newest one is listed first. Other PNGs, and files outside the folder, are not in it."""
+    folder = tmp_path / "pictures"
+    with served({"mar": engine, "texts": engines["texts"]}, gallery=Gallery(folder)) as site:
+        assert json.load(site.ask("/api/pictures")) == {"is_saved": True, "pictures": []}
+        (first,) = finished(site.make(settings=QUICK, seed=str(2**53 + 1)))
+        (second,) = finished(site.make(model="texts", label=None, prompt="../a fox/ \u00e9"))
+        os.utime(folder / first["file"], (1e9, 1e9))
+        Image.new("RGB", (4, 4)).save(folder / "other.png")
+        (folder / "broken.png").write_text("not an image")
+        (tmp_path / "outside.png").write_bytes(_content(first))
+        listed = json.load(site.ask("/api/pictures"))["pictures"]
+        assert [each["file"] for each in listed] == [second["file"], first["file"]]
+        assert listed[1]["settings"] == first["settings"] | {"family": "MAR"}
+        assert listed[1]["settings"]["seed"] == "9007199254740993"
+        assert len(json.load(site.ask("/api/pictures?num=1"))["pictures"]) == 1
+        answer = site.ask(f"/api/pictures/{quote(second['file'])}")
+        assert answer.headers["content-type"] == "image/png" and answer.read() == _content(second)
+        for name in (
+            "other.png",
+            "missing.png",
+            "..%2Foutside.png",
+            "%2e%2e",
+            "..%5coutside.png",
+            f"{folder}/{first['file']}",
+        ):
+            assert site.ask(f"/api/pictures/{name}").status == 404, name
+        for name in ("../outside.png", "other.png", str(tmp_path / "outside.png")):  # not by the routes alone
+            with pytest.raises(FileNotFoundError):
+                Gallery(folder).read(name)
+        assert finished(site.make(settings=QUICK, seed=str(2**53 + 1)))[0]["file"] == first["file"]
+        assert len([*folder.iterdir()]) == 4
+
+
+def _content(event):
+    return base64.b64decode(event["image"].partition(",")[2])
+
+
+def test_the_gallery_needs_the_key(engine, tmp_path):
+    with served({"mar": engine}, gallery=Gallery(tmp_path), key="secret") as site:
+        engine.sample(0, method="ar", **QUICK).save(tmp_path / "a.png")
+        for path in ("/api/pictures", "/api/pictures/a.png"):
+            assert site.ask(path).status == 401
+            assert site.ask(path, Authorization="Bearer secret").status == 200
+
+
+def test_a_picture_that_cannot_be_saved_still_arrives(engine, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with served({"mar": engine}, gallery=Gallery(tmp_path / "file")) as site:
+        (event,) = finished(site.make(settings=QUICK))
+        assert event["file"] is None and event["image"] and "not saved" in capsys.readouterr().err
+        assert json.load(site.ask("/api/pictures"))["pictures"] == []
+
+
+def test_without_a_folder_nothing_is_saved(site):
+    (event,) = finished(site.make(settings=QUICK))
+    assert "file" not in event
+    assert json.load(site.ask("/api/pictures")) == {"is_saved": False, "pictures": []}
 
 
 WHITE = link_of(mask_of(np.s_[:]))

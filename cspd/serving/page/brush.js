@@ -1,8 +1,9 @@
 // The editor: an image, and a mask of the tokens to regenerate.
 
 const CHEQUERED = ["white", "black"]; // visible on images of all colours
+const STEPS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }; // right and down
 
-// changed(isOpen) is called when an image is opened or closed; fail(message), if a file cannot be read.
+// changed() is called when an image is opened or closed; fail(message), if a file cannot be read.
 export function makeEditor(changed, fail) {
   const element = (id) => document.getElementById(id);
   const picture = element("picture");
@@ -10,6 +11,7 @@ export function makeEditor(changed, fail) {
   const pen = mask.getContext("2d");
   let model = null;
   let isOpen = false;
+  let cursor = { x: 0.5, y: 0.5 };
 
   element("file").onchange = async (event) => {
     const [file] = event.target.files;
@@ -49,12 +51,19 @@ export function makeEditor(changed, fail) {
   mask.onpointermove = (event) => {
     if (event.buttons) (event.getCoalescedEvents?.() ?? [event]).forEach(stroke);
   };
+  mask.onkeydown = (event) => {
+    const [right, down] = STEPS[event.key] ?? [0, 0];
+    if (event.key !== " " && !right && !down) return;
+    event.preventDefault(); // or the page would scroll
+    moveTo(cursor.x + right, cursor.y + down);
+    if (event.key === " ") paint(cursor.x, cursor.y);
+  };
 
   function setModel(chosen) {
     model = chosen;
     element("how").textContent = model.rows
-      ? "This model generates row by row: the highest painted row and all rows below it are regenerated; the rows above are kept."
-      : "The painted tokens are regenerated to match the rest of the image, which is kept.";
+      ? "Paint from where the picture should change: this model works row by row, so all rows below change too."
+      : "Paint over the part that should change. The rest of the picture stays.";
     if (isOpen) close();
   }
 
@@ -77,7 +86,8 @@ export function makeEditor(changed, fail) {
     element("size").max = Math.max(2, Math.ceil(model.side / 3));
     isOpen = true;
     show();
-    element("editor").scrollIntoView({ block: "nearest" });
+    moveTo(Math.floor(model.side / 2) + 0.5, Math.floor(model.side / 2) + 0.5);
+    element("easel").scrollIntoView({ block: "nearest" });
   }
 
   async function openLink(link) {
@@ -93,15 +103,28 @@ export function makeEditor(changed, fail) {
   }
 
   function show() {
-    element("easel").hidden = element("close").hidden = !isOpen;
-    changed(isOpen);
+    element("easel").hidden = !isOpen;
+    changed();
+  }
+
+  function stroke(event) {
+    const box = mask.getBoundingClientRect();
+    paint(((event.clientX - box.left) / box.width) * model.side, ((event.clientY - box.top) / box.height) * model.side);
+  }
+
+  // Moves the brush of the keyboard, in tokens from the upper left corner, to the middle of a token.
+  function moveTo(x, y) {
+    const inside = (value) => Math.min(Math.max(value, 0.5), model.side - 0.5);
+    cursor = { x: inside(x), y: inside(y) };
+    const mark = element("cursor").style;
+    const percent = 100 / model.side;
+    mark.width = mark.height = `${percent}%`;
+    mark.left = `${(cursor.x - 0.5) * percent}%`;
+    mark.top = `${(cursor.y - 0.5) * percent}%`;
   }
 
   // Paints the tokens under the brush; for models that generate row by row, its row and all rows below.
-  function stroke(event) {
-    const box = mask.getBoundingClientRect();
-    const x = ((event.clientX - box.left) / box.width) * model.side;
-    const y = ((event.clientY - box.top) / box.height) * model.side;
+  function paint(x, y) {
     const erases = element("erase").checked;
     const radius = Math.max(element("size").value / 2, 0.71); // large enough to reach a token from any point
     const isUnder = (row, column) => Math.hypot(column + 0.5 - x, row + 0.5 - y) <= radius;
