@@ -378,6 +378,7 @@ def check_of_one(checkpoints: Sequence[str | Path], *given: object) -> None:
 
 def load(
     *checkpoints: str | Path,
+    names: Sequence[str] | None = None,
     arch: str | None = None,
     vae: str | Path | None = None,
     draft: str | Path | None = None,
@@ -389,12 +390,12 @@ def load(
     compiled: bool = False,
     graphs: bool | None = None,
 ) -> Engine:
-    """An engine with the models of a checkpoint, or of several, one of each family. Other arguments: as in `Engine`.
+    """An engine with the models of a checkpoint, or of several, which share its slots. Other arguments: as in `Engine`.
 
     Args:
         checkpoints: bundled names, folders with official files or written by `Engine.save_pretrained`, or of an image
             model of `transformers` (docs/text.md), targets' files, or names on the Hugging Face Hub ("org/name",
-            "org/name/file"); "digits32" by default.
+            "org/name/file"); "digits32" by default. Without `names`, at most one of each family.
         arch: the target's size (`mar.checkpoint.MARS`, `cspd.discrete.registry.GPTS`,
             `cspd.causal.registry.CAUSALS`); by default inferred from the file.
         vae: the file of the autoencoder or tokenizer, if it is not in the target's folder.
@@ -416,7 +417,7 @@ def load(
     named = {"vae": vae, "draft": draft, "eagle": eagle, "text_encoder": text_encoder}
     given = {name: path_of(path, name) for name, path in named.items() if path is not None}
     models: list[Models] = []
-    origins = {}
+    origins = []
     own: MARModels | VQModels | CausalModels
     for checkpoint in checkpoints:
         files = checkpoint_files(checkpoint)
@@ -431,18 +432,19 @@ def load(
             own = _official_models(checkpoint, files, given, arch, pick_device(device))
         models.append(own)
         origin = {"checkpoint": checkpoint, "arch": arch, **given}
-        origins[own.family] = {name: str(value) for name, value in origin.items() if value is not None}
+        origins.append({name: str(value) for name, value in origin.items() if value is not None})
     engine = Engine(
         *models,
+        names=names,
         max_batch=max_batch,
         device=device,
         precision=precision,
         compiled=compiled,
         graphs=graphs,
     )
-    engine.origins = origins
+    engine.origins = dict(zip(engine.runners, origins))
     engine.loaded = functools.partial(
-        load, *checkpoints, arch=arch, vae=vae, draft=draft, eagle=eagle, text_encoder=text_encoder
+        load, *checkpoints, names=names, arch=arch, vae=vae, draft=draft, eagle=eagle, text_encoder=text_encoder
     )
     return engine
 

@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from PIL import Image
@@ -26,11 +26,12 @@ from tqdm import tqdm
 from cspd import noise as philox_noise
 from cspd.device import Precision, describe, pick_device, precision_of
 from cspd.graphs import Graphs, own_stream
-from cspd.method import ModelRunner, Prepared, choose, families_for
+from cspd.method import ModelRunner, Prepared, choose, models_for
 from cspd.models import Models, placed, save_models
 from cspd.option import LARGEST_INTEGER, check_integer, plain
 from cspd.request import Label, Output, Request, RoundStats, Sequence, Stopwatch, is_several, requests_of
 from cspd.terminal import progress_bar, shortened
+from mar.checkpoint import lookup
 
 # From finished sequences to outputs: a GPU decodes images while the next rounds run.
 
@@ -117,9 +118,9 @@ class Finisher:
                 outputs += zip(work.sequences, _outputs(work.sequences, work.made))
         return outputs
 
-    def clear(self) -> None:
-        """Drops the images that are being decoded."""
-        self._work.clear()
+    def drop(self, models: Collection[str]) -> None:
+        """Drops the images of these models that are being decoded."""
+        self._work = deque(work for work in self._work if work.sequences[0].model not in models)
 
     def _num_batches(self) -> int:
         return sum(1 for work in self._work if work.made)
@@ -191,15 +192,9 @@ class Scheduler:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
         self.waiting: deque[Sequence] = deque()
-        self.clear()
-
-    def clear(self) -> None:
-        """Removes all sequences."""
-        self.waiting.clear()
         self.running: dict[Hashable, list[Sequence]] = {}  # by round key, in the order of their turns
-        self._free = list(reversed(range(self.num_slots)))  # the next one to take is the last
+        self._free = list(reversed(range(num_slots)))  # the next one to take is the last
 
     def __len__(self) -> int:
         """The number of unfinished sequences. Thread-safe."""
@@ -235,14 +230,20 @@ class Scheduler:
         self.running[key] = batch  # at the end: its turn comes again after the other kinds
         return list(batch)
 
-    def release(self, finished: list[Sequence]) -> None:
-        """Frees the slots of finished sequences."""
-        for sequence in finished:
+    def release(self, sequences: list[Sequence]) -> None:
+        """Takes running sequences out and frees their slots."""
+        for sequence in sequences:
             key = sequence.key
             self.running[key].remove(sequence)
             if not self.running[key]:
                 del self.running[key]
             self._free.append(sequence.slot)
+
+    def drop(self, models: Collection[str]) -> None:
+        """Takes all sequences of these models out, waiting and running ones."""
+        for sequence in [each for each in self.waiting if each.model in models]:
+            self.waiting.remove(sequence)
+        self.release([each for each in self.in_flight() if each.model in models])
 
 
 # Threads share an engine, and processes do not.
@@ -313,14 +314,16 @@ CLOSED = "this engine is closed: make a new one, for example with cspd.load"
 class Engine:
     """Generates images with target models, many requests at a time.
 
-    `max_batch` sequences are in flight at once; a finished one is replaced at the next round. An image depends only on
-    its own request, never on the rest of the batch, except by rounding (docs/exactness.md has the rates). Threads may
-    share an engine: whichever waits for an output runs the rounds, one thread at a time.
+    `max_batch` sequences are in flight at once, of all models together; a finished one is replaced at the next round.
+    An image depends only on its own request, never on the rest of the batch, except by rounding (docs/exactness.md has
+    the rates). Threads may share an engine: whichever waits for an output runs the rounds, one thread at a time.
 
     Args:
-        models: at most one set for each family. A request that names no family is for the first one that takes its
-            label or prompt and has its method. The models are moved to the device, put in eval mode and frozen, in
-            place. Weights that are loaded into them later do not reach calibrations and copies in another precision.
+        models: without `names`, at most one set for each family. A request that names no family is for the first one
+            that takes its label or prompt and has its method. The models are moved to the device, put in eval mode and
+            frozen, in place. Weights that are loaded into them later do not reach calibrations and copies in another
+            precision.
+        names: of the models, for `prepare`; by default, their families.
         max_batch: number of slots. Memory grows with the slots, not with the number of requests.
         device: "auto", "cpu", "cuda" or "cuda:N".
         precision: "fp32", "tf32" or "bf16", see `cspd.device.POLICIES`; or another engine's on the same device.
@@ -331,7 +334,8 @@ class Engine:
         noise: the source of random numbers, see `cspd.noise`; tests inject other ones.
 
     Attributes:
-        origins: by family, the checkpoint and files that `cspd.load` took its models from; empty for models in memory.
+        runners: the model runners, by name of their models.
+        origins: by name, the checkpoint and files that `cspd.load` took the models from; empty for models in memory.
         loaded: `cspd.load` with the arguments that gave these models, which pickles and copies call again; None for
             models in memory.
 
@@ -344,6 +348,7 @@ class Engine:
     def __init__(
         self,
         *models: Models,
+        names: Iterable[str] | None = None,
         max_batch: int = 8,
         device: str | torch.device = "auto",
         precision: str | Precision = "fp32",
@@ -355,9 +360,12 @@ class Engine:
         check_not_forked()
         _processes.add(os.getpid())
         max_batch = plain(max_batch)
-        families = {getattr(each, "family", None) for each in models}
-        if not models or None in families or len(families) < len(models):
-            raise ValueError("give an engine MARModels(...), VQModels(...), CausalModels(...), or one of each")
+        names = [getattr(each, "family", "") for each in models] if names is None else [*names]
+        if not models or "" in names or len({*names}) != len(models):
+            raise ValueError(
+                "give an engine MARModels(...), VQModels(...), CausalModels(...), or one of each; several of one family"
+                " need names=[...], each another one"
+            )
         for each in models:
             each.check()
         self.device = pick_device(device)
@@ -366,12 +374,11 @@ class Engine:
         self.graphs = Graphs(self.device, graphs)
         self._models: list[Models] = [placed(each, self.device) for each in models]
         how: dict[str, Any] = {"noise": noise, "compiled": compiled, "cache": cache}
-        self._settings = {**how, "graphs": graphs}  # for `with_slots`
+        self._settings = {**how, "names": names, "graphs": graphs}  # for `with_slots`
         self.runners: dict[str, ModelRunner] = {}
-        for each in self._models:
-            runner = each.runner(max_batch, self.device, self.precision, **how, graphs=self.graphs)
-            self.runners[each.family] = runner
-        self._classes = {each.family: each.classes for each in self._models}
+        for name, each in zip(names, self._models):
+            self.runners[name] = each.runner(max_batch, self.device, self.precision, **how, graphs=self.graphs)
+        self._classes = {name: each.classes for name, each in zip(names, self._models)}
         self.origins: Mapping[str, Mapping[str, str]] = {}
         self.loaded: Callable[..., Engine] | None = None
         self.num_slots = max_batch
@@ -389,32 +396,36 @@ class Engine:
     def __repr__(self) -> str:
         if self._closed:
             return "<Engine, closed>"
-        sizes = [f"{family} {runner.image_size}x{runner.image_size} pixels" for family, runner in self.runners.items()]
+        sizes = [f"{name} {runner.image_size}x{runner.image_size} pixels" for name, runner in self.runners.items()]
         return f"<Engine, {', '.join(sizes)}; {self.num_slots} slots, {self.device}, {self.precision.policy}>"
 
     @property
     def runner(self) -> ModelRunner:
-        """The model runner of the first family."""
+        """The model runner of the first models."""
         self._check_open()
         return next(iter(self.runners.values()))
 
     @property
     def classes(self) -> list[str]:
-        """The names of the classes of the first family, by number; empty for a text-to-image model.
+        """The names of the classes of the first models, as `classes_of` returns them."""
+        self._check_open()
+        return self.classes_of(next(iter(self.runners)))
+
+    def classes_of(self, model: str) -> list[str]:
+        """The names of the classes of the models of this name, by number; empty for a text-to-image model.
 
         A class without a name is named by its number.
         """
-        runner = self.runner
-        names = self._classes[runner.family]
-        return [names.name_of(label) for label in range(runner.num_classes)]
+        names = self._classes[model]
+        return [names.name_of(label) for label in range(self.runners[model].num_classes)]
 
     def with_slots(self, max_batch: int) -> Engine:
         """Another engine with the same models."""
         self._check_open()
         precision = self.precision  # the object, not its name: it has the copies of weights
         engine = Engine(*self._models, max_batch=max_batch, device=self.device, precision=precision, **self._settings)
-        for family, runner in self.runners.items():
-            engine.runners[family].adopt(runner)
+        for name, runner in self.runners.items():
+            engine.runners[name].adopt(runner)
         engine.origins, engine.loaded = self.origins, self.loaded
         return engine
 
@@ -451,33 +462,38 @@ class Engine:
 
     # A request is checked once: `checked` fills its defaults in, `prepare` also decides what may take a calibration.
 
-    def checked(self, request: Request | Prepared) -> Prepared:
+    def checked(self, request: Request | Prepared, model: str | None = None) -> Prepared:
         """A request with its method and every default, except those that may take a calibration (a window).
 
         A request that this engine checked before is returned as it is; one of another engine is checked again.
+
+        Args:
+            model: the name of the models that it is for; by default the first that take it, see `Engine`.
 
         Raises:
             ValueError: a setting is bad, or the engine lacks a model that the method needs.
         """
         self._check_open()
         if isinstance(request, Prepared):
-            if request.runner is self.runners.get(request.method.family):
+            if request.runner is self.runners.get(request.model):
                 return request
             request = request.asked
         if not isinstance(request, Request):
             raise ValueError(f"{shortened(request)} is not a request: give cspd.Request(label, ...)")
         asked = request
-        request, method = choose(request, families_for(request, self.runners))
-        runner = self.runners[method.family]
+        runners = self.runners if model is None else {model: lookup(self.runners, model, "model")}
+        names = models_for(request, runners)
+        request, method = choose(request, list(dict.fromkeys(runners[name].family for name in names)))
+        model = next(name for name in names if runners[name].family == method.family)
+        runner = runners[model]
         if isinstance(request.label, str) and runner.num_classes:
-            classes = self._classes[method.family]
-            request = request.but(label=classes.number_of(request.label))
+            request = request.but(label=self._classes[model].number_of(request.label))
         if request.label is None and request.prompt is None and request.cfg is None:
             request = request.but(cfg=1.0)  # unconditional: there is no class that guidance could steer towards
         request = runner.check(request, method)
-        return Prepared(asked, request, method, runner)
+        return Prepared(asked, request, method, model, runner)
 
-    def prepare(self, request: Request | Prepared, at_once: int | None = None) -> Prepared:
+    def prepare(self, request: Request | Prepared, at_once: int | None = None, model: str | None = None) -> Prepared:
         """A request that is ready to run, and that is not checked again.
 
         The window of `speculative` is chosen here, which calibrates its draft or times this device on first use. Warns
@@ -486,12 +502,13 @@ class Engine:
         Args:
             at_once: images that the caller wants together, for which a window is chosen; by default, and at most, one
                 in every slot. Requests of others that are in flight do not count: an image depends on its window.
+            model: as in `checked`.
 
         Raises:
             ValueError: as `checked`, or too little memory.
         """
         self._check_open()
-        prepared = self.checked(request)
+        prepared = self.checked(request, model)
         if prepared.is_decided:
             return prepared
         with self._turn():  # it may run models
@@ -526,11 +543,12 @@ class Engine:
         """The request as `prepare` returns it, every default filled in."""
         return self.prepare(request, at_once).request
 
-    def name_of(self, request: Request) -> str:
+    def name_of(self, prepared: Prepared) -> str:
         """The prompt of a checked request, or the name of its class, or its number if classes have no names."""
+        request = prepared.request
         if request.prompt is not None:
             return request.prompt
-        return self._classes[str(request.family)].name_of(request.label)
+        return self._classes[prepared.model].name_of(request.label)
 
     # Whichever thread waits for an output runs rounds, one thread at a time; others may add and cancel sequences
     # meanwhile. Each sequence gets one result, in the queue of whoever asked for it. There is no thread of the engine's
@@ -558,22 +576,24 @@ class Engine:
 
     def add_request(self, request: Request | Prepared) -> int:
         """Queues a request and returns its ticket. Raises ValueError on a bad request, which affects no other."""
-        return self._add(request, self._results).ticket
+        return self.add(request, self._results).ticket
 
-    def _add(self, request: Request | Prepared, results: Results, at_once: int | None = None) -> Sequence:
+    def add(self, request: Request | Prepared, results: Results, at_once: int | None = None) -> Sequence:
+        """Queues a request. `run_round` puts its sequence and its result into `results`. `at_once`: as in `prepare`."""
         check_not_forked()
         prepared = self.prepare(request, at_once)
         request, method = prepared.request, prepared.method
         sequence = Sequence(
             request,
             method=method,
+            model=prepared.model,
             ticket=next(self._tickets),
-            key=method.round_key(request),
+            key=(prepared.model, method.round_key(request)),
             uses=method.uses(request),
             seq_len=prepared.runner.seq_len,
             stats=RoundStats(guarantee=method.guarantee_of(request)),
-            class_name=self.name_of(request),
-            models=self._models_of(method.family),
+            class_name=self.name_of(prepared),
+            models=self._models_of(prepared.model),
             asked=prepared.asked,
             results=results,
         )
@@ -581,36 +601,49 @@ class Engine:
         self.scheduler.add(sequence)
         return sequence
 
-    def _models_of(self, family: str) -> dict[str, object]:
-        """The arguments of `cspd.load` that the models of a family came from, if they came from there."""
-        if family not in self.origins:
+    def _models_of(self, name: str) -> dict[str, object]:
+        """The arguments of `cspd.load` that the models of this name came from, if they came from there."""
+        if name not in self.origins:
             return {}
-        return {**self.origins[family], "precision": self.precision.policy, "compiled": self.compiled}
+        return {**self.origins[name], "precision": self.precision.policy, "compiled": self.compiled}
 
     def step(self) -> dict[int, Output]:
         """Runs one round of one kind of request. Returns the finished outputs of `add_request`, by ticket.
 
         On a GPU an image may be returned a few rounds late; the last round returns all that remain. An output that is
-        not finite has an `error` and no image. An error or interruption drops everything in flight.
+        not finite has an `error` and no image. An error drops all requests to the models that it comes from, and an
+        interruption everything in flight.
 
         Raises:
             RuntimeError: a round of another thread failed. The next call returns the outputs finished before it.
         """
         self._check_open()
         failure = None
+        errors: list[Exception] = []
         with self._turn():
             try:
-                self._run_round()
+                _, errors = self._run_round()
             finally:  # outputs that were finished before an error stay for the next call
-                for sequence, result in _drained(self._results):
+                for sequence, result in drained(self._results):
                     if isinstance(result, Output):
                         self._outputs[sequence.ticket] = result
                     elif result is not None:
                         failure = result
             if failure:
-                raise _dropped(failure) from failure
+                _raise_dropped(failure, errors)
             outputs, self._outputs = self._outputs, {}
             return outputs
+
+    def run_round(self) -> str | None:
+        """Runs one round of one kind of request. Returns the name of the models that ran; None if nothing was left.
+
+        The results are in the queues that `add` was given. An error is the result of all requests to the models that it
+        comes from.
+        """
+        self._check_open()
+        with self._turn():
+            model, _ = self._run_round()
+            return model
 
     def _deliver(self, sequence: Sequence, result: Result) -> bool:
         """Puts the result of a sequence into its queue, unless it has one. Thread-safe. Returns whether it did."""
@@ -620,38 +653,51 @@ class Engine:
         return True
 
     @torch.inference_mode()
-    def _run_round(self, on_decoded: Callable[[int], object] = lambda count: None) -> None:
+    def _run_round(
+        self, on_decoded: Callable[[int], object] = lambda count: None
+    ) -> tuple[str | None, list[Exception]]:
         """Runs one round of one kind of request, in a turn. `on_decoded` as in `Finisher.add`.
 
-        An error or interruption drops everything in flight.
+        Returns the name of the models that ran, if any, and the errors that ended requests.
         """
+        errors: list[Exception] = []
         watch = Stopwatch(self.device)
-        try:
-            self._free_cancelled()
-            self._admit()
-            batch = self.scheduler.next()
-            if batch:
+        self._free_cancelled()
+        admitted = self.scheduler.admit()
+        for model, runner in self.runners.items():
+            with self._dropping([model], errors):
+                runner.admit([sequence for sequence in admitted if sequence.model == model])
+        batch = self.scheduler.next()
+        if batch:
+            with self._dropping([batch[0].model], errors):
                 finished = self._advance(batch, watch)
                 self._release(finished)
                 self._decode(finished, on_decoded)
+        with self._dropping(self.runners, errors):
             # With nothing left to run there is no round to hide the decoding behind: wait for all images.
             for sequence, output in self._finisher.ready(wait=not len(self.scheduler)):
                 self._deliver(sequence, output)
-        except BaseException as error:  # an interrupted round leaves its sequences in an undefined state
-            self._drop(error)
-            raise
+        return (batch[0].model if batch else None), errors
 
-    def _admit(self) -> None:
-        """Moves waiting sequences into free slots."""
-        admitted = self.scheduler.admit()
-        for family, runner in self.runners.items():
-            runner.admit([sequence for sequence in admitted if sequence.method.family == family])
+    @contextlib.contextmanager
+    def _dropping(self, models: Collection[str], errors: list[Exception]) -> Iterator[None]:
+        """An error inside the block drops all requests to these models, whose state is undefined then.
+
+        It is added to `errors`. An interruption drops everything, and is raised.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._drop(error, models)
+            errors.append(error)
+        except BaseException as error:
+            self._drop(error, self.runners)
+            raise
 
     def _advance(self, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
         """Drafts, verifies and commits tokens of sequences that share a key. Returns the finished sequences."""
         method = batch[0].method
-        runner = self.runners[method.family]
-        finished = method.run_round(runner, batch, watch)
+        finished = method.run_round(self.runners[batch[0].model], batch, watch)
         watch.stop()  # on a GPU the round may still run: its seconds are read later
         self._finisher.add_round(batch, watch)
         # Not every round begins an iteration of every sequence.
@@ -665,14 +711,14 @@ class Engine:
         self.scheduler.release(sequences)
         for sequence in sequences:
             if sequence.key not in self.scheduler.running:
-                self.runners[sequence.method.family].forget(sequence.key)
+                self.runners[sequence.model].forget(sequence.key)
 
     def _decode(self, finished: list[Sequence], on_decoded: Callable[[int], object]) -> None:
         """Begins to decode finished sequences, which share a runner."""
         # A sequence that was cancelled in the middle of its chains may still end its last iteration.
         wanted = [sequence for sequence in finished if sequence.ticket in self._unfinished]
         if wanted:
-            self._finisher.add(self.runners[wanted[0].method.family], wanted, on_decoded)
+            self._finisher.add(self.runners[wanted[0].model], wanted, on_decoded)
 
     def cancel(self, request: Request | int) -> bool:
         """Cancels a request without a result, given as the `Request` object itself or as its ticket.
@@ -711,19 +757,22 @@ class Engine:
             if sequence not in self.scheduler:
                 self._cancelled.remove(sequence)
 
-    def _drop(self, why: BaseException) -> None:
-        """Drops everything in flight and reports the reason to everybody who waits for it."""
-        self.scheduler.clear()
-        self._finisher.clear()
-        self._cancelled.clear()
-        for runner in self.runners.values():
-            runner.clear()
+    def _drop(self, why: BaseException, models: Collection[str]) -> None:
+        """Drops all requests to these models and reports the reason to everybody who waits for them."""
+        self.scheduler.drop(models)
+        self._finisher.drop(models)
+        for model in models:
+            self.runners[model].clear()
+        for sequence in list(self._cancelled):
+            if sequence.model in models:
+                self._cancelled.discard(sequence)
         for sequence in list(self._unfinished.values()):
-            self._deliver(sequence, why)
+            if sequence.model in models:
+                self._deliver(sequence, why)
 
     @torch.inference_mode()
     def so_far(self, sequences: Iterable[Sequence]) -> dict[Sequence, Output]:
-        """The committed tokens of those of these sequences, of one family, that are running.
+        """The committed tokens of those of these sequences, of the same models, that are running.
 
         `token_cost` is NaN for tokens that are not committed. On a GPU some statistics are a few rounds late.
         """
@@ -732,7 +781,7 @@ class Engine:
             running = [sequence for sequence in sequences if sequence in in_flight]
             if not running:
                 return {}
-            runner = self.runners[running[0].method.family]
+            runner = self.runners[running[0].model]
             tokens, token_cost = map(torch.cat, zip(*map(runner.so_far, running)))
             images = runner.decode(tokens)
             if images is not None:
@@ -790,6 +839,7 @@ class Engine:
         results: Results = SimpleQueue()
         own: dict[Sequence, int] = {}  # unfinished, with the indices of their requests
         lost: dict[int, str] = {}  # errors of outputs that are not finite, by index
+        errors: list[Exception] = []  # of this thread's last round
         bad: ValueError | None = None
         is_over = False  # no request is left to read
         finished = rounds = 0
@@ -804,17 +854,17 @@ class Engine:
                     bar.show(0, own)
                 with self._turn():
                     if results.empty():  # another thread's round may have finished an output of this stream
-                        self._run_round(bar.add_decoded)
+                        _, errors = self._run_round(bar.add_decoded)
                 rounds += 1
                 # Other threads may run rounds now: a slow reader of this stream does not keep them waiting.
-                ended = dict(_drained(results))
+                ended = dict(drained(results))
                 bar.show(finished + len(ended), own.keys() - ended.keys())
                 for sequence, result in ended.items():
                     index = own.pop(sequence)
                     if result is None:  # cancelled
                         continue
                     if isinstance(result, BaseException):
-                        raise _dropped(result) from result
+                        _raise_dropped(result, errors)
                     finished += 1
                     if result.error:
                         lost[index] = result.error
@@ -851,7 +901,7 @@ class Engine:
         room = max(0, 1 + self.num_slots - len(self.scheduler))
         num_read = 0
         for index, request in itertools.islice(requests, room):
-            own[self._add(request, results, at_once)] = index
+            own[self.add(request, results, at_once)] = index
             num_read += 1
         return num_read == room
 
@@ -971,7 +1021,7 @@ class Engine:
     def close(self) -> None:
         """Drops everything in flight and releases the models, as the end of a `with` block does."""
         with self._turn():
-            self._drop(RuntimeError(CLOSED))
+            self._drop(RuntimeError(CLOSED), self.runners)
             self._closed = True
             self.runners, self._models = {}, []
             self.graphs = Graphs(self.device, enabled=False)
@@ -998,15 +1048,17 @@ def _rounds_between(every: int) -> int:
     return every
 
 
-def _drained(results: Results) -> Iterator[tuple[Sequence, Result]]:
+def drained(results: Results) -> Iterator[tuple[Sequence, Result]]:
     """Takes everything out of a queue that no other thread reads."""
     while not results.empty():
         yield results.get()
 
 
-def _dropped(why: BaseException) -> RuntimeError:
-    """The error of requests that a failed round, of another thread or for another stream, has ended."""
-    return RuntimeError(f"all requests in flight were dropped because of {why!r}")
+def _raise_dropped(why: BaseException, errors: list[Exception]) -> NoReturn:
+    """Raises what ended a request: an error of this thread's own round as it is, otherwise a RuntimeError of it."""
+    if why in errors:
+        raise why
+    raise RuntimeError(f"all requests in flight were dropped because of {why!r}") from why
 
 
 def _raise_lost(lost: Mapping[int, str]) -> None:

@@ -119,7 +119,7 @@ class Prepared:
 
     Attributes:
         asked: the request as the user gave it. request: with family, method and defaults filled in.
-        method: the method of the request.
+        method: the method of the request. model: the name of its models in the engine.
         runner: the model runner that checked it. An engine with another runner checks the request again.
         is_decided: whether the values that may need a calibration are filled in too.
     """
@@ -127,6 +127,7 @@ class Prepared:
     asked: Request
     request: Request
     method: Method
+    model: str
     runner: ModelRunner
     is_decided: bool = False
 
@@ -408,11 +409,11 @@ def find(name: str | None, family: str | None) -> Method:
     return _named(str(name), [str(family)])
 
 
-def families_for(request: Request, runners: Mapping[str, ModelRunner]) -> list[str]:
-    """The families of an engine, first those that take the request's prompt, or its label."""
+def models_for(request: Request, runners: Mapping[str, ModelRunner]) -> list[str]:
+    """The names of an engine's models, first of those that take the request's prompt, or its label."""
 
-    def takes_the_other(family: str) -> bool:
-        takes_prompts = runners[family].num_classes == 0
+    def takes_the_other(name: str) -> bool:
+        takes_prompts = runners[name].num_classes == 0
         return takes_prompts != (request.prompt is not None)
 
     return sorted(runners, key=takes_the_other)  # stable: otherwise in the engine's order

@@ -327,6 +327,7 @@ class Sequence:
 
     Attributes:
         method: the `cspd.method.Method` of the request. asked: the request as the user gave it.
+        model: the name of its models in the engine.
         key: sequences with equal keys can share a round, even if their progress differs.
         uses: the models that the method needs in addition to the target, see `cspd.method.Method`.
         results: the queue for the result of the request, see `cspd.engine`.
@@ -343,6 +344,7 @@ class Sequence:
 
     request: Request
     method: Any = None  # a `cspd.method.Method`
+    model: str = ""
     ticket: int = -1
     slot: int = -1
     seq_len: int = 0

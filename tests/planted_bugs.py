@@ -573,8 +573,8 @@ BUGS = [
     Bug(
         "a request of a client that left keeps its slot",
         "cspd/serving/loop.py",
-        "            self.engines[job.model].cancel(job.ticket)\n            self._end(job)\n",
-        "            self._end(job)\n",
+        "                self.engine.cancel(job.sequence.ticket)\n",
+        "                pass\n",
         "serving/test_v1.py::test_a_client_that_leaves_is_cancelled",
     ),
     Bug(
@@ -1042,6 +1042,27 @@ BUGS = [
         "max(1, min(self.num_slots, at_once))",
         "self.num_slots",
         "test_engine.py::test_a_window_is_chosen_for_the_images_of_the_call",
+    ),
+    Bug(
+        "models of one family share a round",
+        "cspd/engine.py",
+        "key=(prepared.model, method.round_key(request))",
+        "key=method.round_key(request)",
+        "test_engine.py::test_models_share_slots_and_turns",
+    ),
+    Bug(
+        "an error of a model drops the requests to all",
+        "cspd/engine.py",
+        "with self._dropping([batch[0].model], errors):",
+        "with self._dropping(self.runners, errors):",
+        "test_engine.py::test_an_error_of_a_model_is_its_own",
+    ),
+    Bug(
+        "the first kind of rounds keeps its turn",
+        "cspd/engine.py",
+        "        batch = self.running.pop(key)\n        self.running[key] = batch",
+        "        batch = self.running[key]",
+        "test_engine.py::test_no_model_keeps_another_one_waiting",
     ),
     Bug(
         "an output goes to another stream",

@@ -19,6 +19,7 @@ from launching import free_port, wait_until
 from PIL import Image
 
 from cspd.cli import main
+from cspd.engine import Engine
 from cspd.files import link_of as link_of_png
 from cspd.pixels import png_of
 from cspd.serving.app import Server, make_app
@@ -29,6 +30,7 @@ class Site:
     """A server, and requests of clients, which a cookie identifies."""
 
     def __init__(self, app, server, listener):
+        self.engine = app.state.jobs.engine
         self.loop, self.server, self.listener = app.state.jobs, server, listener
         self.port = port = listener.getsockname()[1]
         self.cookies: dict[str, str] = {}  # by client
@@ -51,10 +53,19 @@ class Site:
         return json.load(self.ask("/api/status"))
 
 
+def together(engines) -> Engine:
+    """One engine with the models of several, by name."""
+    models = [each for engine in engines.values() for each in engine._models]
+    engine = Engine(*models, names=engines, max_batch=4, device="cpu")
+    for name, each in engines.items():
+        (engine.origins[name],) = each.origins.values()
+    return engine
+
+
 @contextlib.contextmanager
 def served(engines, proxies=(), prefix="", **settings) -> Iterator[Site]:
-    """Serves engines by name inside the context; proxies as in `Server`, settings as in `make_app`."""
-    app = make_app(engines, **settings)
+    """Serves the models of engines, by name, together; proxies as in `Server`, settings as in `make_app`."""
+    app = make_app(together(engines), **settings)
     listener = socket.create_server(("127.0.0.1", 0))
     server = Server(app, proxies)
     server.config.root_path = prefix

@@ -11,6 +11,7 @@ import random
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -19,14 +20,16 @@ import pytest
 import standin
 import timeline
 import torch
+from causals import CausalGolden
 from conftest import relative_error
 from toys import toy_mar, toy_models
 
 from cspd import Engine, MARModels, Request, VQModels, load, noise, terminal
 from cspd import engine as cspd_engine
+from cspd.causal.family import CausalModels
 from cspd.continuous import tuning
 from cspd.device import Precision
-from cspd.engine import AHEAD
+from cspd.engine import AHEAD, drained
 from cspd.masked.orders import cosine
 from cspd.request import Stopwatch
 from cspd.tuner import Times
@@ -365,6 +368,110 @@ def test_outputs_finished_before_a_round_that_fails_are_returned(own, models, mo
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):
             engine.step()
     assert engine.step().keys() == {ticket} and engine.step() == {}
+
+
+# ---- Several models in one engine share its slots, and take turns
+
+
+@pytest.fixture(scope="module")
+def several(models):
+    """Models of each family, and a second MAR, by name."""
+    toy, sphere = toy_models(length=16), CausalGolden("sphere")
+    return {
+        "mar": models,
+        "vq": VQModels(toy["target"], tokenizer=toy["tokenizer"]),
+        "sphere": CausalModels(sphere.model, sphere.vae),
+        "second": MARModels(toy_mar(depth=2), vae=models.vae),
+    }
+
+
+OWN = {"mar": SHARED, "vq": {"method": "ar"}, "sphere": {"method": "ar", "num_sampling_steps": 3}, "second": SHARED}
+
+
+def added(engine, results, model, seed=0):
+    return engine.add(engine.prepare(Request(1, seed, **OWN[model]), model=model), results)
+
+
+def ran(engine):
+    """Runs all rounds; the names of the models that ran."""
+    rounds = []
+    while len(engine.scheduler):
+        rounds.append(engine.run_round())
+        assert len(engine.scheduler.in_flight()) <= engine.num_slots
+    return rounds
+
+
+def test_models_share_slots_and_turns(several):
+    """Images and statistics are those of each model alone. Two models of one family have rounds of their own."""
+    engine = Engine(*several.values(), names=several, max_batch=4, device="cpu")
+    results = SimpleQueue()
+    begun = {added(engine, results, model): model for model in several}
+    assert ran(engine)[:16] == [*several] * 4
+    outputs = dict(drained(results))
+    assert outputs.keys() == begun.keys()
+    for sequence, output in outputs.items():
+        with Engine(several[begun[sequence]], max_batch=4, device="cpu") as engine:
+            (alone,) = engine.generate(sequence.asked)
+        assert output.request == alone.request and torch.equal(output.image, alone.image)
+        for name in ("iterations", "backbone_calls", "head_calls", "committed"):
+            assert getattr(output.stats, name) == getattr(alone.stats, name)
+
+
+def test_no_model_keeps_another_one_waiting(several):
+    """A request waits for those before it, 4 in 2 slots, and for none after it; then a round of the other model."""
+    engine = Engine(*several.values(), names=several, max_batch=2, device="cpu")
+    results = SimpleQueue()
+    for name, seeds in (("mar", range(4)), ("vq", range(1)), ("mar", range(10, 20))):
+        for seed in seeds:
+            added(engine, results, name, seed)
+    rounds = ran(engine)
+    first = rounds.index("vq")
+    assert first <= 2 * SHARED["num_iter"] + 1
+    assert rounds[first : first + 31 : 2] == ["vq"] * 16 and rounds.count("vq") == 16
+
+
+@pytest.mark.parametrize("part", ["admit", "decode"])
+def test_an_error_of_a_model_is_its_own(part, several, monkeypatch):
+    engine = Engine(*several.values(), names=several, max_batch=3, device="cpu")
+    results = SimpleQueue()
+    failing = [added(engine, results, "mar", seed) for seed in range(5)]
+    other = added(engine, results, "vq")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runners["mar"], part, fail)
+        ran(engine)
+    ended = dict(drained(results))
+    lost = {sequence for sequence, result in ended.items() if isinstance(result, ZeroDivisionError)}
+    assert lost == {*failing} and sorted(engine.scheduler._free) == [0, 1, 2]
+    assert_same([ended[other]], generated_alone(several["vq"], [other.asked]))
+    added(engine, results, "mar")
+    ran(engine)
+    ((_, again),) = drained(results)
+    assert again.image is not None
+
+
+def test_a_stream_goes_on_if_its_thread_ran_a_failing_round_of_another_model(several, monkeypatch):
+    engine = Engine(*several.values(), names=several, max_batch=3, device="cpu")
+    engine.add_request(Request(1, **SHARED))
+    request = Request(1, method="ar", family="VQ")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runners["mar"], "admit", fail)
+        assert_same(engine.generate(request), generated_alone(several["vq"], [request]))
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        engine.step()
+
+
+def test_models_are_chosen_by_name_or_by_the_request(several):
+    engine = Engine(*several.values(), names=several, max_batch=1, device="cpu")
+    request = Request(1, **SHARED)
+    assert engine.prepare(request).model == "mar" and engine.prepare(request, model="second").model == "second"
+    assert engine.with_slots(2).prepare(request, model="second").model == "second"
+    assert engine.prepare(Request(1, method="sjd-pac")).model == "vq"
+    assert engine.prepare(Request(1, family="causal")).model == "sphere"
+    for name in ("other", "vq"):  # the second one has no num_iter
+        with pytest.raises(ValueError):
+            engine.prepare(request, model=name)
+    with pytest.raises(ValueError, match="names"):
+        Engine(several["mar"], several["second"])
 
 
 def check_forked(engine, requests):

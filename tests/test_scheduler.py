@@ -49,13 +49,15 @@ def test_kinds_of_rounds_take_turns(method):
     assert [scheduler.next() for _ in range(4)] == [guided, greedy] * 2
 
 
-def test_clear_frees_every_slot():
-    scheduler = scheduler_of(2, sequences(5))
+def test_dropping_a_model_frees_its_slots_and_leaves_the_others():
+    first, second = sequences(3), sequences(3, cfg=1.0)
+    for sequence in second:
+        sequence.model = "second"
+    scheduler = scheduler_of(3, [first[0], *second[:2], *first[1:], second[2]])
     scheduler.admit()
-    scheduler.clear()
-    assert len(scheduler) == 0
-    assert scheduler.next() == []
-    later = sequences(2)
-    for sequence in later:
-        scheduler.add(sequence)
-    assert scheduler.admit() == later
+    scheduler.drop(["second"])
+    assert list(scheduler.waiting) == first[1:] and scheduler.in_flight() == first[:1]
+    assert scheduler.admit() == first[1:]
+    assert sorted(sequence.slot for sequence in first) == [0, 1, 2]
+    scheduler.drop(["", "second"])
+    assert len(scheduler) == 0 and scheduler.next() == []

@@ -326,8 +326,8 @@ def _edit(parser: Parser) -> None:
 def _serve(parser: Parser) -> None:
     parser.description = (
         "Serves a web page: pick a class or write a prompt, and watch two methods generate the image side by\n"
-        "side. Programs send the requests of OpenAI's image API, at /v1. Each model has one engine, which all\n"
-        "clients share. It needs: pip install '.[serve]' in a clone of the repository."
+        "side. Programs send the requests of OpenAI's image API, at /v1. All models and clients share one\n"
+        "engine. It needs: pip install '.[serve]' in a clone of the repository."
     )
     parser.epilog = """\
 examples:

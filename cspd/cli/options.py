@@ -8,7 +8,7 @@ import json
 import os
 import re
 import runpy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -351,12 +351,13 @@ def check_method(args: argparse.Namespace) -> Method:
     return choose(request_of(args), [family_of(args.checkpoint)])[1]
 
 
-def load_engine(args: argparse.Namespace, max_batch: int) -> Engine:
-    """The engine of the flags for models and the machine."""
+def load_engine(args: argparse.Namespace, max_batch: int, named: Mapping[str, str] | None = None) -> Engine:
+    """The engine of the flags for models and the machine; `named`: of several checkpoints, by name."""
     if args.threads:
         torch.set_num_threads(args.threads)
     return load(
-        args.checkpoint,
+        *(named.values() if named else [args.checkpoint]),
+        names=[*named] if named else None,
         arch=args.arch,
         vae=args.vae,
         draft=args.draft_checkpoint,

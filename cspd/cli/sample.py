@@ -311,7 +311,7 @@ def _write_overviews(
         index = entry["index"]
         with Image.open(out / names[index]) as image:
             images.append(image.convert("RGB"))
-        captions.append(engine.name_of(prepared[index].request))
+        captions.append(engine.name_of(prepared[index]))
     columns = usual_columns(len(before) + len(entries))
     all_images = [image for _, image in before] + images
     all_captions = [caption for caption, _ in before] + captions
@@ -557,7 +557,7 @@ def _kept(image: torch.Tensor, generated: Any) -> Image.Image:
     return to_pil(image.lerp(torch.full_like(image, GREY), pixels))
 
 
-# `cspd serve`: a web page whose clients share the engines.
+# `cspd serve`: a web page whose clients share an engine.
 
 
 def run_serve(args: argparse.Namespace) -> None:
@@ -575,10 +575,7 @@ def run_serve(args: argparse.Namespace) -> None:
     check_of_one(names, args.arch, args.vae, args.draft_checkpoint, args.eagle, args.text_encoder)
 
     with listening(args.host, args.port) as listener:
-        engines = {}
-        for name, checkpoint in public_names(names).items():
-            own = argparse.Namespace(**vars(args) | {"checkpoint": checkpoint})
-            engines[name] = load_engine(own, args.max_batch)
+        engine = load_engine(args, args.max_batch, public_names(names))
         # the page itself shows how an image is cropped and resized
         warnings.simplefilter("ignore", Resized)
         host, port = listener.getsockname()[:2]
@@ -586,7 +583,7 @@ def run_serve(args: argparse.Namespace) -> None:
         # clients see each other's pictures in the gallery: behind a proxy, or on a network, only if that is asked for
         out = args.out or Path("none" if args.allowed_hosts or not is_local else "pictures")
         app = make_app(
-            engines,
+            engine,
             args.max_requests,
             args.max_per_visitor,
             args.calibrated_only,
@@ -604,7 +601,7 @@ def run_serve(args: argparse.Namespace) -> None:
             )
         address = f"[{host}]" if ":" in host else host
         asks = "" if args.api_key is None else "; the page asks for the API key"
-        print(f"http://{address}:{port} serves {', '.join(engines)}{asks}; stop it with Ctrl-C", flush=True)
+        print(f"http://{address}:{port} serves {', '.join(engine.runners)}{asks}; stop it with Ctrl-C", flush=True)
         with logging_requests():
             Server(app, args.trust_proxy).run(sockets=[listener])
 

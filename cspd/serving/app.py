@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -129,38 +129,35 @@ def _image_of(name: str, link: str | None) -> Image.Image | None:
 COLOURS = 32  # of a heat map
 
 
-def about(engines: Mapping[str, Engine]) -> dict:
+def about(engine: Engine) -> dict:
     """The description of the served models, methods and guarantees.
-
-    Args:
-        engines: by name of their checkpoint, one each.
 
     Raises:
         ValueError: a text-to-image model has no text encoder.
     """
     fractions = np.linspace(0, 1, COLOURS)[None]  # an image of one row
     (colours,) = np.asarray(coloured(fractions))
-    first = next(iter(engines.values()))
     return {
-        "models": [_model(engine, name) for name, engine in engines.items()],
+        "models": [_model(engine, name) for name in engine.runners],
         "guarantees": GUARANTEES,
         "colours": [f"rgb({red} {green} {blue})" for red, green, blue in colours.tolist()],
-        "slots": first.num_slots,
-        "machine": first.describe(),
+        "slots": engine.num_slots,
+        "machine": engine.describe(),
     }
 
 
 def _model(engine: Engine, name: str) -> dict:
-    ((family, runner),) = engine.runners.items()
-    usual = engine.check(_any_request(runner, family=family))
+    runner = engine.runners[name]
+    family = runner.family
+    usual = engine.checked(_any_request(runner), name).request
     return {
         "family": family,
         "name": name,
         "image_size": runner.image_size,
         "side": math.isqrt(runner.seq_len),
-        "classes": [engine.name_of(Request(label, family=family)) for label in range(runner.num_classes)],
+        "classes": engine.classes_of(name),
         "options": [_option(option, getattr(usual, option.name)) for option in COMMON[family]],
-        "methods": [_method(each) for each in METHODS if each.family == family and _has(engine, runner, each)],
+        "methods": [_method(each) for each in METHODS if each.family == family and _has(engine, name, each)],
         "default": DEFAULTS[family],
         "rows": runner.in_raster_order,
     }
@@ -171,10 +168,10 @@ def _any_request(runner: ModelRunner, **settings: Any) -> Request:
     return Request(0, **settings) if runner.num_classes else Request(prompt="an image", **settings)
 
 
-def _has(engine: Engine, runner: ModelRunner, method: Method) -> bool:
+def _has(engine: Engine, name: str, method: Method) -> bool:
     """Whether the engine has all models that a method needs."""
     try:
-        engine.check(_any_request(runner, method=method.name, family=method.family))
+        engine.checked(_any_request(engine.runners[name], method=method.name), name)
     except ValueError:
         return False
     return True
@@ -218,17 +215,17 @@ PATIENCE = 4.0  # seconds that the process has to end, after a signal or, on SIG
 
 
 def make_app(
-    engines: Mapping[str, Engine],
+    engine: Engine,
     most: int = 32,
     most_each: int = v1.MOST_IMAGES,
     calibrated_only: bool = False,
     gallery: Gallery | None = None,
     **access: Any,
 ) -> fastapi.FastAPI:
-    """The application. While it is served, its `state.jobs` runs the engines; no other thread may use them.
+    """The application. While it is served, its `state.jobs` runs the engine; no other thread may use it.
 
     Args:
-        engines: by name of their checkpoint, one each.
+        engine: the names of its models are those that clients see.
         most, most_each: maximum number of unfinished images, of all clients and of each client.
         calibrated_only: as in `EngineLoop`.
         gallery: where pictures of the page are saved; None: the server keeps none.
@@ -237,8 +234,8 @@ def make_app(
     Raises:
         ValueError: a text-to-image model has no text encoder.
     """
-    loop = EngineLoop(engines, most, most_each, calibrated_only)
-    loop.about = about(engines)
+    loop = EngineLoop(engine, most, most_each, calibrated_only)
+    loop.about = about(engine)
     return app_of(loop, gallery, **access)
 
 
@@ -268,7 +265,7 @@ def app_of(jobs: Jobs, gallery: Gallery | None = None, **access: Any) -> fastapi
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        """Whether the thread of the engines runs; if not, the server must be started again."""
+        """Whether the thread of the engine runs; if not, the server must be started again."""
         return _health(jobs.is_alive())
 
     @app.get("/ready")
@@ -365,7 +362,7 @@ class Server(LimitedServer):
     """The server of `cspd serve`.
 
     On SIGTERM it takes no new connections, finishes all unfinished images and ends. On Ctrl-C and SIGHUP it ends within
-    `PATIENCE` seconds, even if the engines are in the middle of a round. A second signal ends it at once.
+    `PATIENCE` seconds, even if the engine is in the middle of a round. A second signal ends it at once.
 
     Args:
         app: the application.

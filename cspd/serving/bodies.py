@@ -126,7 +126,7 @@ def picture_of(name: str, content: bytes) -> Image.Image:
         ) from None
 
 
-# Jobs and their events. The thread of the engines puts the events of all jobs into an inbox, which the answer reads.
+# Jobs and their events. The thread of the engine puts the events of all jobs into an inbox, which the answer reads.
 
 COOKIE = "visitor"  # the name of the cookie that identifies a client
 HEARTBEAT = 1.0  # seconds between two looks whether a waiting client has left

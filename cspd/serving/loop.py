@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +17,11 @@ from queue import SimpleQueue
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from cspd.engine import Engine
+from cspd.engine import Engine, Results, drained
 from cspd.files import link_of
 from cspd.pixels import png_of, png_text
 from cspd.request import Output, Request
+from cspd.request import Sequence as RunningSequence
 from cspd.terminal import say, watching
 
 NUMBERS = {  # statistics to show: their titles and formats
@@ -152,7 +153,8 @@ class Job:
     """A client's request to a model, with all settings decided once it is accepted.
 
     `tell` is called with its events, see `shown`, in any thread. The last event has "finished" or "error"; without
-    `wants_previews` there is no other. `has_left`: the client does not wait for it any more.
+    `wants_previews` there is no other. `sequence`: of its request in the engine, once it is queued. `has_left`: the
+    client does not wait for it any more.
     """
 
     model: str
@@ -160,7 +162,7 @@ class Job:
     client: str
     tell: Callable[[dict], None]
     wants_previews: bool = True
-    ticket: int = -1
+    sequence: RunningSequence | None = None
     has_left: bool = False
     began: float = field(default_factory=time.monotonic)
 
@@ -328,29 +330,30 @@ class Metrics:
         Gauge(name, text, registry=self.registry).set_function(lambda: jobs.status()[key])
 
 
-# The thread. The engines are used by it alone, so that no client waits for a lock in the middle of another's round.
+# The thread. The engine is used by it alone, so that no client waits for a lock in the middle of another's round.
 
 PERIOD = 0.1  # minimum seconds between two reports of progress
 SHARE = 0.2  # maximum fraction of the time that these reports take, since previews need the decoder
 
 
 class EngineLoop(Jobs):
-    """Runs engines for many clients in one thread, a round of each engine in turn.
+    """Runs an engine for many clients in one thread.
 
     Public methods are for other threads. They queue calls, which the thread makes between rounds. Private methods
     belong to the thread.
 
     Args:
-        engines: by model name. No other thread may use them.
+        engine: no other thread may use it.
         most, most_each: as in `Jobs`.
         calibrated_only: refuse requests whose settings need a new calibration.
     """
 
-    def __init__(self, engines: Mapping[str, Engine], most: int, most_each: int, calibrated_only: bool = False) -> None:
+    def __init__(self, engine: Engine, most: int, most_each: int, calibrated_only: bool = False) -> None:
         super().__init__(most, most_each)
-        self.engines = engines
+        self.engine = engine
         self.calibrated_only = calibrated_only
-        self._started: dict[str, dict[int, Job]] = {name: {} for name in engines}  # jobs by ticket, of each model
+        self._started: dict[RunningSequence, Job] = {}
+        self._results: Results = SimpleQueue()
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_open = True
         self._next_report = 0.0
@@ -365,7 +368,7 @@ class EngineLoop(Jobs):
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Ends the thread after the current round of each model; unfinished jobs get an error.
+        """Ends the thread after the current round; unfinished jobs get an error.
 
         A signal handler may call it.
         """
@@ -395,20 +398,16 @@ class EngineLoop(Jobs):
 
     def num_running(self) -> int:
         """The number of requests that are in slots."""
-        schedulers = [engine.scheduler for engine in self.engines.values()]
-        return sum(len(scheduler) - len(scheduler.waiting) for scheduler in schedulers)
+        scheduler = self.engine.scheduler
+        return len(scheduler) - len(scheduler.waiting)
 
     def _run(self) -> None:
         while self._is_open and not (self.is_closing and not self.jobs):
-            is_idle = not any(self._started.values())
-            if is_idle or not self._calls.empty():
+            if not self._started or not self._calls.empty():
                 call = self._calls.get()  # waits if nothing runs
                 call()
                 continue
-            # one round of each engine in turn: a slow model does not hold up the others
-            for model, jobs in self._started.items():
-                if jobs:
-                    self._round(model)
+            self._round()
             self._report()
 
     def _start(self, jobs: Sequence[Job], advice: Future) -> None:
@@ -418,11 +417,11 @@ class EngineLoop(Jobs):
         # all are prepared before the first one is queued; preparing may take long, since it may fit a calibration
         try:
             with watching(functools.partial(self._watch, jobs)):
-                prepared = [self.engines[job.model].prepare(job.request) for job in jobs]
+                prepared = [self.engine.prepare(job.request, model=job.model) for job in jobs]
             for job, each in zip(jobs, prepared):
                 job.request = each.request
-                job.ticket = self.engines[job.model].add_request(each)
-                self._started[job.model][job.ticket] = job
+                job.sequence = self.engine.add(each, self._results)
+                self._started[job.sequence] = job
         except Exception as error:
             self._cancel(jobs)
             advice.set_exception(error)
@@ -439,66 +438,64 @@ class EngineLoop(Jobs):
         if all(job.has_left for job in jobs):
             raise Left
 
-    def _cancel(self, jobs: Collection[Job]) -> None:
+    def _cancel(self, jobs: Iterable[Job], why: str | None = None) -> None:
+        """Ends those of the jobs that are unfinished, with an error if there is a reason."""
         for job in self.jobs.intersection(jobs):
-            self.engines[job.model].cancel(job.ticket)
-            self._end(job)
+            if job.sequence is not None:
+                self.engine.cancel(job.sequence.ticket)
+            self._end(job, None if why is None else {"error": why})
 
     def _end(self, job: Job, event: dict | None = None) -> None:
         """Forgets a job, after a last event."""
-        self._started[job.model].pop(job.ticket, None)
+        if job.sequence is not None:
+            self._started.pop(job.sequence, None)
         super()._end(job, event)
 
-    def _round(self, model: str) -> None:
-        """Runs a round of a model's engine, and ends the jobs that it finished."""
-        jobs = self._started[model]
-        try:
-            with self.metrics.rounds.labels(model).time():
-                outputs = self.engines[model].step()
-            for ticket, output in outputs.items():
-                if ticket not in jobs:
-                    continue  # finished before a round that failed, which ended its job
-                if output.error:
-                    self._end(jobs[ticket], {"error": output.error})
-                    continue
-                self._end(jobs[ticket], shown(output, 1.0) | {"finished": True})
-        except Exception as error:
-            self._fail(model, error)
+    def _round(self) -> None:
+        """Runs a round, and ends the jobs that it finished."""
+        began = time.monotonic()
+        model = self.engine.run_round()
+        if model is not None:
+            self.metrics.rounds.labels(model).observe(time.monotonic() - began)
+        for sequence, result in drained(self._results):
+            job = self._started.get(sequence)
+            if job is None:  # cancelled, or ended with its model
+                continue
+            if not isinstance(result, Output):
+                self._fail(job.model, result)
+            elif result.error:
+                self._end(job, {"error": result.error})
+            else:
+                self._end(job, shown(result, 1.0) | {"finished": True})
 
     def _report(self) -> None:
         """Reports the progress of running images, at most every `PERIOD` seconds."""
         began = time.monotonic()
         if began < self._next_report:
             return
-        for model, jobs in self._started.items():
-            engine = self.engines[model]
-            watched = {ticket: job for ticket, job in jobs.items() if job.wants_previews}
-            for position, sequence in enumerate(engine.scheduler.waiting, start=1):
-                if sequence.ticket in watched:
-                    watched[sequence.ticket].tell({"position": position})
-            running = [sequence for sequence in engine.scheduler.in_flight() if sequence.ticket in watched]
+        watched = {sequence: job for sequence, job in self._started.items() if job.wants_previews}
+        for position, sequence in enumerate(self.engine.scheduler.waiting, start=1):
+            if sequence in watched:
+                watched[sequence].tell({"position": position})
+        for model in self.engine.runners:
             try:
-                outputs = engine.so_far(running)
+                outputs = self.engine.so_far([each for each in watched if each.model == model])
             except Exception as error:  # for example, out of memory for previews
                 self._fail(model, error)
                 continue
             for sequence, output in outputs.items():
-                jobs[sequence.ticket].tell(shown(output, sequence.fraction_done))
+                watched[sequence].tell(shown(output, sequence.fraction_done))
         now = time.monotonic()
         # a slow decoder reports less often, so that it does not slow down the rounds
         self._next_report = now + max(PERIOD, (now - began) / SHARE)
 
-    def _fail(self, model: str, error: Exception) -> None:
+    def _fail(self, model: str, error: BaseException | None) -> None:
         """Drops the jobs of a model that failed. The other models go on."""
         say(f"{model} failed: {error!r}")
-        self._drop(model, f"the model failed: {error}: try again; if memory is short, serve with a smaller --max-batch")
-
-    def _drop(self, model: str, why: str) -> None:
-        for job in list(self._started[model].values()):
-            self.engines[model].cancel(job.ticket)
-            self._end(job, {"error": why})
+        jobs = [job for job in self._started.values() if job.model == model]
+        why = f"the model failed: {error}: try again; if memory is short, serve with a smaller --max-batch"
+        self._cancel(jobs, why)
 
     def _close(self) -> None:
         self._is_open = False
-        for model in self.engines:
-            self._drop(model, "the server is shutting down")
+        self._cancel(self._started.values(), "the server is shutting down")

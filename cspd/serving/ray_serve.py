@@ -60,11 +60,11 @@ class Replica:
     """An engine in a process of its own."""
 
     def __init__(self, checkpoint: str, max_batch: int, device: str, precision: str) -> None:
-        engine = load(checkpoint, max_batch=max_batch, device=device, precision=precision)
-        engines = dict.fromkeys(public_names([checkpoint]), engine)
+        names = [*public_names([checkpoint])]
+        engine = load(checkpoint, names=names, max_batch=max_batch, device=device, precision=precision)
         # the front counts the requests of its clients; here there is no limit of its own
-        self._jobs = EngineLoop(engines, most=FRONT, most_each=FRONT)
-        self._jobs.about = about(engines)
+        self._jobs = EngineLoop(engine, most=FRONT, most_each=FRONT)
+        self._jobs.about = about(engine)
         self._jobs.start()
 
     def about(self) -> dict:

@@ -89,7 +89,7 @@ def test_classifiers_and_reference():
 def test_classes_of_the_emojis():
     engine = cspd.load("emoji64", device="cpu")
     assert [engine.check(cspd.Request(name)).label for name in EMOJI_CLASSES] == list(range(10))
-    (shown,) = about({"emoji64": engine})["models"]  # on the page of `cspd serve`
+    (shown,) = about(engine)["models"]  # on the page of `cspd serve`
     assert shown["classes"] == EMOJI_CLASSES and (shown["image_size"], shown["side"]) == (64, 16)
 
 

@@ -15,7 +15,7 @@ from cspd.models import bundled_folder
 
 @pytest.fixture(scope="module")  # the text encoder is patched meanwhile
 def engines(tmp_path_factory):
-    """Two class-conditional models, with the class names of the digits, and a text-to-image model."""
+    """Two class-conditional models, with the class names of the digits, and a text-to-image model; each alone."""
     engines = {}
     for name, checkpoint in (("mar", small_checkpoint()), ("vq", small_vq_checkpoint())):
         folder = tmp_path_factory.mktemp(name)

@@ -120,6 +120,21 @@ def test_clients_share_the_engines(model, settings, site, engines):
     assert_is_image(first, engines["mar"].sample("three", seed=1, method="ar", **slow))
 
 
+def test_models_share_the_slots(engines):
+    """An image of another model waits for one of the four slots, with its place in the queue."""
+    with served(engines, most=8, most_each=8) as site:
+        running = [site.make(methods=["ar", "ar"], settings=LONG) for _ in range(2)]
+        wait_until(lambda: site.status()["running"] == 4)
+        waiting = events(site.make("bea", model="vq"))
+        assert next(event for event in waiting if "position" in event)["position"] == 1
+        status = site.status()
+        assert (status["running"], status["waiting"]) == (4, 1)
+        running.pop().close()
+        *_, last = waiting
+        assert_is_image(last, engines["vq"].sample("three", seed=5, method="ar"))
+        running.pop().close()
+
+
 def test_unread_previews_do_not_pile_up(monkeypatch):
     monkeypatch.setattr(bodies, "MOST_UNREAD", 2)
     inbox = asyncio.Queue()
@@ -186,7 +201,7 @@ def test_places_and_addresses_are_not_shown(engines, tmp_path, monkeypatch):
         broken = site.make(picture="data:image/png;base64,aGVsbG8=", mask=WHITE)
         assert broken.status == 400 and "0x" not in json.load(broken)["detail"]
         with monkeypatch.context() as patch:
-            patch.setattr(engine.runners["MAR"], "decode", lambda tokens: open(tmp_path / "missing"))
+            patch.setattr(site.engine.runners[name], "decode", lambda tokens: open(tmp_path / "missing"))
             (event,) = finished(site.make(settings=QUICK))
         assert "missing" in event["error"] and str(tmp_path) not in event["error"]
 
@@ -196,12 +211,12 @@ def test_names_of_checkpoints():
     assert named == {"digits32": "digits32", "x/final": "/a/x/final", "y/final": "/b/y/final"}
 
 
-def test_exhausted_memory_is_a_message(site, engines, monkeypatch, capsys):
+def test_exhausted_memory_is_a_message(site, monkeypatch, capsys):
     with monkeypatch.context() as patch:
-        patch.setattr(engines["mar"].runners["MAR"], "resolve", lambda *given: torch.empty(2**60))
+        patch.setattr(site.engine.runners["mar"], "resolve", lambda *given: torch.empty(2**60))
         answer = site.make(settings=QUICK)
         assert answer.status == 503 and "memory" in json.load(answer)["detail"]
-        patch.setattr(engines["mar"].runners["MAR"], "resolve", lambda *given: [][0])
+        patch.setattr(site.engine.runners["mar"], "resolve", lambda *given: [][0])
         assert site.make(settings=QUICK).status == 500
 
 
@@ -323,23 +338,23 @@ def test_the_description_of_the_models(site):
 
 
 @pytest.mark.parametrize("part", ["admit", "decode"])
-def test_a_failed_round_is_reported(part, site, engines, monkeypatch, capsys):
+def test_a_failed_round_is_reported(part, site, monkeypatch, capsys):
     """So is a failed preview; the images of other models go on."""
     other = events(site.make("bea", model="vq", methods=["ar"], seed=2))
     assert "advice" in next(other)
     with monkeypatch.context() as patch:
-        patch.setattr(engines["mar"].runners["MAR"], part, lambda given: 1 / 0)
+        patch.setattr(site.engine.runners["mar"], part, lambda given: 1 / 0)
         (event,) = finished(site.make(settings=QUICK))
-    assert "division by zero" in event["error"] and "ZeroDivisionError" in capsys.readouterr().err
-    assert not len(engines["mar"].scheduler)
+    assert "division by zero" in event["error"] and "mar failed: ZeroDivisionError" in capsys.readouterr().err
     *_, last = other
     assert last["finished"]
     assert "finished" in finished(site.make(settings=QUICK))[0]
 
 
-def test_both_methods_run_or_neither(site, engine, monkeypatch):
+def test_both_methods_run_or_neither(site, monkeypatch):
     """If the second request cannot be queued, the first is cancelled."""
-    queued, add = [], engine.scheduler.add
+    scheduler = site.engine.scheduler
+    queued, add = [], scheduler.add
 
     def full(sequence):
         if queued:
@@ -348,10 +363,10 @@ def test_both_methods_run_or_neither(site, engine, monkeypatch):
         add(sequence)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.scheduler, "add", full)
+        patch.setattr(scheduler, "add", full)
         answer = site.make(methods=["ar", "ddim"], settings=QUICK)
         assert answer.status == 400 and "no room for it" in json.load(answer)["detail"]
-    assert len(queued) == 1 and not len(engine.scheduler) and not site.loop.jobs
+    assert len(queued) == 1 and not len(scheduler) and not site.loop.jobs
     assert "finished" in finished(site.make(settings=QUICK))[0]
 
 

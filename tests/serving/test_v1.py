@@ -241,12 +241,12 @@ def test_a_client_that_leaves_is_cancelled(site, client):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failed_round(stream, client, engines, monkeypatch, capsys):
+def test_a_failed_round(stream, site, client, monkeypatch, capsys):
     def generate():
         return list(client.images.generate(prompt="three", stream=stream, extra_body=QUICK))
 
     with monkeypatch.context() as patch:
-        patch.setattr(engines["mar"].runners["MAR"], "admit", lambda given: 1 / 0)
+        patch.setattr(site.engine.runners["mar"], "admit", lambda given: 1 / 0)
         with pytest.raises(openai.APIError, match="division by zero") as error:
             generate()
     assert error.value.type == "server_error"
@@ -309,6 +309,8 @@ def test_metrics(site, client, engines):
     assert change("cspd_image_seconds_count") == 1 and change("cspd_image_seconds_sum") > 0
     assert change("cspd_round_seconds_count") >= 8
     assert change("cspd_answers_total") >= 1
+    client.images.generate(model="vq", prompt="three", extra_body={"method": "ar"})
+    assert numbers(site)["cspd_round_seconds_count"] == after["cspd_round_seconds_count"]
     assert after["cspd_images_running"] == after["cspd_images_waiting"] == 0 and after["cspd_images_per_second"] > 0
     stream = client.images.generate(prompt="three", n=6, stream=True, extra_body=LONG)
     wait_until(lambda: numbers(site)["cspd_images_running"] == 4)
