@@ -16,6 +16,7 @@ import pytest
 import torch
 from heads import MixtureHead
 from torch import Tensor
+from torch.distributions import Normal
 
 from cspd import Engine, MARModels, Request, noise
 from mar.head import schedule
@@ -90,17 +91,24 @@ def order_of(request: Request) -> Tensor:
 
 
 class Chain(NamedTuple):
-    """Means of the last step [R, d], log sigma summed over channels and steps T-1 .. 1 [R], log sigma at 0 [R, d]."""
+    """A chain of R tokens.
+
+    Attributes:
+        mean: of the last step [R, d]. path: log sigma summed over channels and steps T-1 .. 1 [R]. last: log sigma at 0
+            [R, d]. log_prob: log density of x_T and all states after it, but the last [R].
+    """
 
     mean: Tensor
     path: Tensor
     last: Tensor
+    log_prob: Tensor
 
 
 def denoise(head: torch.nn.Module, z: Tensor, scale: float | Tensor, request: Request, x: Tensor, eps_t: list) -> Chain:
     """Chains from x_T with conditions z [2, R, D], the unconditional branch second, and the noise eps_t[t] [R, d]."""
     s = schedule(request.num_sampling_steps)
     path = 0
+    log_prob = Normal(0, 1).log_prob(x).sum(-1)
     for t in reversed(range(request.num_sampling_steps)):
         t_embed = head.time_embed(torch.tensor([s.timestep_map[t]]))
         out = head.denoise(x.float(), head.split(head.modulations(t_embed, head.cond_embed(z)))).double()
@@ -114,10 +122,13 @@ def denoise(head: torch.nn.Module, z: Tensor, scale: float | Tensor, request: Re
         if t:
             path = path + log_sigma.sum(-1)
             x = mean + log_sigma.exp() * eps_t[t]
-    return Chain(mean, path, log_sigma)
+            log_prob = log_prob + Normal(mean, log_sigma.exp()).log_prob(x).sum(-1)
+    return Chain(mean, path, log_sigma, log_prob)
 
 
-SIGNS = {None: 1, "paper": 1, "published": -1}  # of log Sigma
+def log_density(x: Tensor, chain: Chain) -> Tensor:
+    """Log density of a chain that ends in tokens x [R, d], eq. 1's: [R]."""
+    return chain.log_prob + Normal(chain.mean, chain.last.exp()).log_prob(x).sum(-1)
 
 
 def log_ratio(x: Tensor, p: Chain, q: Chain, ratio_temperature: float, sigma: str | None = None) -> Tensor:
@@ -127,7 +138,10 @@ def log_ratio(x: Tensor, p: Chain, q: Chain, ratio_temperature: float, sigma: st
         z = (x - chain.mean) / chain.last.exp() / ratio_temperature
         return (-0.5 * z.square() - chain.last - 0.5 * math.log(2 * math.pi)).sum(-1)
 
-    return SIGNS[sigma] * (q.path - p.path) + last(p) - last(q)
+    path = p.log_prob - q.log_prob
+    if sigma == "published":  # Sigma is inverted
+        path = path - 2 * (q.path - p.path)
+    return path + last(p) - last(q)
 
 
 def scales(request: Request) -> list[float]:
@@ -145,11 +159,13 @@ def scales(request: Request) -> list[float]:
 
 class ByHand(NamedTuple):
     tokens: Tensor
-    accepted: list  # by rank; None for prefilled tokens
+    accepted: list  # by rank; None for tokens of the target alone
     by_lag: np.ndarray  # verified and accepted drafts by draft position, [2, gamma]
     rounds: int
     drafted: int
     tries: int
+    num_next: int  # tokens of the target alone, after drafts that were all accepted
+    by_target: int  # chains of the target
 
 
 @torch.inference_mode()
@@ -169,13 +185,14 @@ def by_hand(target: MAR, draft: MAR, request: Request) -> ByHand:
         return log_ratio(x, p, q, request.ratio_temperature or 42, request.sigma).item()
 
     # prefill: the target alone, by MAR's schedule
-    rounds = drafted = tries = committed = 0
+    rounds = drafted = tries = committed = num_next = by_target = 0
     prefill = math.ceil(request.prefill * LENGTH)
     while committed < prefill:
         left = LEFT[request.num_iter][rounds] if rounds + 1 < request.num_iter else 0
         ranks = range(committed, min(LENGTH - left, prefill))
         tokens[order[ranks]] = torch.cat([chain(target, rank, committed).mean for rank in ranks]).float()
         committed = ranks.stop
+        by_target += len(ranks)
         rounds += 1
 
     is_sequential = request.verify == "sequential"
@@ -185,6 +202,7 @@ def by_hand(target: MAR, draft: MAR, request: Request) -> ByHand:
         ranks = range(committed, min(committed + request.gamma, LENGTH))
         rounds += 1
         drafted += len(ranks)
+        by_target += len(ranks) + (is_sequential and ranks.stop < LENGTH)
         q = {}
         for rank in ranks:
             q[rank] = chain(draft, rank, rank)
@@ -209,4 +227,9 @@ def by_hand(target: MAR, draft: MAR, request: Request) -> ByHand:
                     break
             if is_sequential:
                 break
-    return ByHand(tokens, accepted, by_lag, rounds, drafted, tries)
+        # p_{gamma + 1}, after all drafted tokens
+        if is_sequential and committed == ranks.stop < LENGTH and accepted[committed - 1]:
+            tokens[order[committed]] = chain(target, committed, committed, index).mean[0].float()
+            committed += 1
+            num_next += 1
+    return ByHand(tokens, accepted, by_lag, rounds, drafted, tries, num_next, by_target)

@@ -354,9 +354,30 @@ BUGS = [
     Bug(
         "the ratio of whole tokens without Sigma",
         "cspd/masked/cspd.py",
-        "log_big_sigma[:, None] + last",
-        "0 * log_big_sigma[:, None] + last",
+        "log_path = log_big_sigma + ",
+        "log_path = 0 * log_big_sigma + ",
         "masked/test_cspd.py",
+    ),
+    Bug(
+        "the noise of chains that do not share it is left out of their ratio",
+        "cspd/masked/cspd.py",
+        "(p.log_noise - q.log_noise)",
+        "0 * (p.log_noise - q.log_noise)",
+        "masked/test_cspd.py::test_the_ratio_is_that_of_equation_1",
+    ),
+    Bug(
+        "no token follows drafts that were all accepted",
+        "cspd/masked/cspd.py",
+        "has_next = is_sequential & (drafted_end < runner.seq_len)",
+        "has_next = drafted_end < 0",
+        "masked/test_cspd.py::test_a_draft_that_is_the_target_gives_the_images_of_ar",
+    ),
+    Bug(
+        "the token after the drafts is drawn without the last one",
+        "cspd/masked/cspd.py",
+        "num_before += range(num_committed, num_committed + count)",
+        "num_before += [min(n, num_committed + count - 2) for n in range(num_committed, num_committed + count)]",
+        "masked/test_cspd.py::test_a_draft_that_is_the_target_gives_the_images_of_ar",
     ),
     Bug(
         "tokens after the first rejection are committed",

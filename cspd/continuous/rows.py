@@ -151,6 +151,8 @@ class Densities(Observer):
     Attributes:
         log_sigma: [R], summed over channels and all steps but the last.
         log_sigma_last: [R, d], of the last step, where sampling adds no noise but a sigma exists.
+        log_noise: float64 [R], -|eps|^2 / 2 of all noise that a chain drew, x_T and eps_t. It is not known of
+            speculative chains (0): what they resample has other noise.
     """
 
     def __init__(self, num_rows: int, channels: int, device: torch.device) -> None:
@@ -158,9 +160,22 @@ class Densities(Observer):
             torch.zeros(num_rows, device=device),
             torch.zeros(num_rows, channels, device=device),
         )
+        # a sum over more than a thousand numbers, of which CSpD takes the difference of two
+        self.log_noise = torch.zeros(num_rows, dtype=torch.float64, device=device)
         self._path: list[Tensor] = []
 
+    def _add_noise(self, chain: Chain, noise: Tensor) -> None:
+        """Adds noise [n, R, d] that the chain drew."""
+        rows = slice(None) if chain.rows is None else chain.rows
+        self.log_noise[rows] -= 0.5 * noise.double().square().sum((0, 2))
+
+    def moved(self, chain: Chain, step: Step) -> None:
+        if step.t > 0:
+            self._add_noise(chain, chain.eps[step.index : step.index + 1])
+
     def evaluated(self, chain: Chain, step: Step, x: Tensor, out: Prediction) -> None:
+        if step.index == 0:
+            self._add_noise(chain, x[None])  # x_T
         s, tau = chain.schedule, chain.inputs.temperature
         log_sigma = s.log_sigma_base[step.t] + tau.log() + s.log_sigma_slope[step.t] * out.v
         rows = slice(None) if chain.rows is None else chain.rows
@@ -175,6 +190,9 @@ class Densities(Observer):
     def skipped(self, chain: Chain, segment: Any, sources: Tensor, v: Tensor) -> None:
         log_sigma = torch.addcmul(segment.base, segment.slope, v) + chain.inputs.temperature.log()
         self.log_sigma += log_sigma[1:].sum((0, 2))  # the first step is the call's own
+        if segment.first > 0:
+            begin = len(chain) - 1 - segment.first
+            self._add_noise(chain, chain.eps[begin : begin + len(segment.steps)])
 
     def verified(self, chain: Chain, ended: Finished) -> None:
         self.log_sigma, self.log_sigma_last = ended.log_sigma, ended.log_sigma_last

@@ -296,6 +296,9 @@ class Observer:
     def evaluated(self, chain: Chain, step: Step, x: Tensor, out: Prediction) -> None:
         """The head was evaluated at a state x [R, d] before a step."""
 
+    def moved(self, chain: Chain, step: Step) -> None:
+        """The chain took a step with its own noise eps_t; the last step adds none."""
+
     def skipped(self, chain: Chain, segment: Any, sources: Tensor, v: Tensor) -> Tensor | None:
         """The steps after a call were predicted, see `cspd.heads.calibrated`; may return the next state to take."""
 
@@ -450,6 +453,8 @@ class Chain:
         """The state after a step: mean + tau sigma eps_t; the last step adds no noise."""
         if self._added is None:
             self._added = self.eps * (self.constants.sigma * self.inputs.temperature)
+        for observer in self.observers:
+            observer.moved(self, step)
         at, added = step.index, self._added[step.index]
         mean_x, mean_eps, slope = self.constants.mean_x[at], self.constants.mean_eps[at], self.constants.slope[at]
         fused = driver.step(x, out, added, mean_x, mean_eps, slope)

@@ -37,23 +37,28 @@ class Paths(NamedTuple):
         tokens: [..., d], the means of the last step, which adds no noise.
         log_sigma: [...], log sigma summed over channels and the steps T - 1 .. 1.
         log_sigma_last: [..., d], log sigma of the last step, 0: it exists, although sampling does not use it.
+        log_noise: float64 [...], -|eps|^2 / 2 summed over x_T and the noise of the steps T - 1 .. 1.
     """
 
     tokens: Tensor
     log_sigma: Tensor
     log_sigma_last: Tensor
+    log_noise: Tensor
 
     def at(self, *index: Tensor) -> Paths:
         return Paths(*(values[index] for values in self))
 
 
 def log_ratio(x: Tensor, p: Paths, q: Paths, ratio_temperature: float, sigma: str | None = None) -> Tensor:
-    """log of eq. 4's p(x) / q(x), Sigma included, for tokens x [R, n, d]: [R, n]."""
-    # Sigma = prod sigma_q / sigma_p over the steps T - 1 .. 1: both chains have the same noise, so the other factors of
-    # their densities cancel. This is eq. 4; the supplement's 14-17 drop a minus sign
+    """log of eq. 1's p(x) / q(x), for tokens x [R, n, d]: [R, n]. With aligned noise it is eq. 5's."""
+    # Sigma = prod sigma_q / sigma_p over the steps T - 1 .. 1, eq. 4; the supplement's 14-17 drop a minus sign
     log_big_sigma = q.log_sigma - p.log_sigma
     if sigma == "published":
         log_big_sigma = p.log_sigma - q.log_sigma
+
+    # N(x_{t-1}; mean, sigma) is exp(-|eps_t|^2 / 2) / sigma up to a constant, and N(x_T; 0, 1) likewise. If both chains
+    # have the same noise, these exponents cancel exactly, which leaves Sigma
+    log_path = log_big_sigma + (p.log_noise - q.log_noise).float()
 
     # the last step's Gaussians N(x; mean, sigma): log p - log q, in which only the z-scores are tempered
     mean_p, mean_q = p.tokens[:, None], q.tokens[:, None]
@@ -61,7 +66,7 @@ def log_ratio(x: Tensor, p: Paths, q: Paths, ratio_temperature: float, sigma: st
     z_p = (x - mean_p) * torch.exp(-log_sigma_p) / ratio_temperature
     z_q = (x - mean_q) * torch.exp(-log_sigma_q) / ratio_temperature
     last = log_sigma_q - log_sigma_p + 0.5 * (z_q - z_p) * (z_q + z_p)
-    return log_big_sigma[:, None] + last.sum(-1)
+    return log_path[:, None] + last.sum(-1)
 
 
 # The method. Source: Continuous Speculative Decoding (arXiv 2411.11925), Algorithm 1.
@@ -112,7 +117,7 @@ def _denoise(
     """Draws rows with a model's head by the request's chains: their paths, and their costs."""
     seen = Densities(len(rows.seed), runner.config.token_dim, runner.device)
     made = DENOISERS[request.chains].denoise(runner, model, rows, z, index=index, observers=(seen,))
-    return Paths(made.tokens, seen.log_sigma, seen.log_sigma_last), made
+    return Paths(made.tokens, seen.log_sigma, seen.log_sigma_last, seen.log_noise), made
 
 
 def _draft(runner: MARRunner, batch: list[Sequence], counts: list[int], watch: Stopwatch) -> Paths:
@@ -124,6 +129,7 @@ def _draft(runner: MARRunner, batch: list[Sequence], counts: list[int], watch: S
         tokens=torch.zeros(*shape, channels, device=runner.device),
         log_sigma=torch.zeros(shape, device=runner.device),
         log_sigma_last=torch.zeros(*shape, channels, device=runner.device),
+        log_noise=torch.zeros(shape, dtype=torch.float64, device=runner.device),
     )
     watch.start("draft")
     for offset in range(max(counts)):
@@ -185,46 +191,61 @@ def _speculate(runner: MARRunner, batch: list[Sequence], watch: Stopwatch) -> No
     request = batch[0].request
     committed = [sequence.num_committed for sequence in batch]
     counts = [min(request.gamma, runner.seq_len - num_committed) for num_committed in committed]
-    rows = runner.rows(batch, committed, counts)
+    drafted_end = np.add(committed, counts)
+    # Algorithm 1 also draws the token after the drafted ones, which is the target's own if all of them are accepted
+    is_sequential = request.verify == "sequential"
+    has_next = is_sequential & (drafted_end < runner.seq_len)
+    rows = runner.rows(batch, committed, np.add(counts, has_next).tolist())
+    is_drafted = np.concatenate([np.arange(own) < count for own, count in zip(rows.counts, counts)])
+    drafted = rows.at(np.flatnonzero(is_drafted))
 
     # draft: gamma tokens one after the other, with the same noise as the target
-    q = _draft(runner, batch, counts, watch).at(rows.sequence, rows.offset)
+    q = _draft(runner, batch, counts, watch).at(drafted.sequence, drafted.offset)
 
-    # verify: denoise the same tokens with the target, and accept with probability min(1, p / q), eq. 4
+    # verify: denoise the same tokens with the target, and accept with probability min(1, p / q), eq. 1
     watch.start("backbone")
     z = _target_conditions(runner, batch, rows)
     watch.start("head")
-    p, made = _denoise(runner, "target", request, rows, z, index=0 if request.align else 1)
+    p_and_next, made = _denoise(runner, "target", request, rows, z, index=0 if request.align else 1)
+    p = p_and_next.at(send_integers(np.flatnonzero(is_drafted), runner.device))
     ratio = log_ratio(q.tokens[:, None], p, q, request.ratio_temperature, request.sigma).squeeze(-1)
-    uniform = runner.noise.token_accept_uniforms(rows.seed, rows.position)
+    uniform = runner.noise.token_accept_uniforms(drafted.seed, drafted.position)
     watch.start("other")
     accepted = (uniform.log() < ratio).cpu().numpy()
-    num_decided = _num_decided(request, counts, accepted)
-    decided = np.concatenate([np.arange(count) < num for count, num in zip(counts, num_decided)])
+    num_committed = _num_committed(request, rows.counts, counts, accepted)
+    is_committed = np.concatenate([np.arange(own) < num for own, num in zip(rows.counts, num_committed)])
+    decided = is_committed[is_drafted]
 
     # resample the rejected tokens, eq. 11
     tries = np.zeros(len(accepted), dtype=np.int64)
     rejected = np.flatnonzero(decided & ~accepted)
     if len(rejected):
         which = send_integers(rejected, runner.device)
-        tokens, tried = _resample(runner, request, rows, which, p, q)
-        runner.tokens[rows.slot[which], rows.position[which]] = tokens
+        tokens, tried = _resample(runner, request, drafted, which, p, q)
+        runner.tokens[drafted.slot[which], drafted.position[which]] = tokens
         tries[rejected] = tried.cpu().numpy()
 
-    # commit: the drafted tokens are already in their slots
-    sent = send({"rows": np.flatnonzero(decided), "token_cost": accepted[decided].astype(np.float32)}, runner.device)
+    # commit: the drafted tokens are already in their slots, the target's own next ones are not
+    token_cost = np.full(len(is_drafted), np.nan, dtype=np.float32)
+    token_cost[is_drafted] = accepted
+    here = np.flatnonzero(is_committed)
+    sent = send({"rows": here, "token_cost": token_cost[here]}, runner.device)
     runner.token_cost[rows.slot[sent["rows"]], rows.position[sent["rows"]]] = sent["token_cost"]
-    _account(runner, batch, rows, made, num_decided, accepted, tries)
-    for sequence, count in zip(batch, num_decided):
+    own = np.flatnonzero(is_committed & ~is_drafted)
+    if len(own):
+        which = send_integers(own, runner.device)
+        runner.tokens[rows.slot[which], rows.position[which]] = p_and_next.tokens[which]
+    _account(runner, batch, rows, made, counts, num_committed, accepted, tries)
+    for sequence, count in zip(batch, num_committed):
         sequence.iteration += 1
         sequence.num_committed += count
 
 
 def _target_conditions(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
-    """The target's z for drafted tokens: from the verified prefix, or each from all tokens before it."""
+    """The target's z of these tokens: from the verified prefix, or each from all tokens before it."""
     if batch[0].request.verify == "parallel":
         return runner.conditions(batch, rows)
-    # a context for each drafted token
+    # a context for each token
     owners: list[Sequence] = []
     num_before: list[int] = []
     for sequence, num_committed, count in zip(batch, rows.committed, rows.counts):
@@ -233,13 +254,18 @@ def _target_conditions(runner: MARRunner, batch: list[Sequence], rows: Rows) -> 
     return runner.conditions(owners, runner.rows(owners, num_before, [1] * len(owners)))
 
 
-def _num_decided(request: Request, counts: list[int], accepted: np.ndarray) -> list[int]:
-    """The number of decided drafted tokens of each sequence: all, or up to the first rejection."""
+def _num_committed(request: Request, most: list[int], counts: list[int], accepted: np.ndarray) -> list[int]:
+    """The number of tokens that each sequence commits: all drafted ones, or the accepted prefix and one more.
+
+    Args:
+        most: of each sequence, the tokens that the target drew: the drafted ones, and maybe the next.
+        counts: its drafted tokens. accepted: bool, of all drafted tokens, sequence by sequence.
+    """
     if request.verify == "parallel":
         return counts
     by_sequence = np.split(accepted, np.cumsum(counts)[:-1])
     prefixes = [own.cumprod().sum().item() for own in by_sequence]
-    return [min(prefix + 1, count) for prefix, count in zip(prefixes, counts)]
+    return [min(prefix + 1, own) for prefix, own in zip(prefixes, most)]
 
 
 def _account(
@@ -247,27 +273,33 @@ def _account(
     batch: list[Sequence],
     rows: Rows,
     made: Drawn,
-    num_decided: list[int],
+    counts: list[int],
+    num_committed: list[int],
     accepted: np.ndarray,
     tries: np.ndarray,
 ) -> None:
-    """Adds a round to the statistics; `accepted` and `tries` are of all drafted tokens [R], sequence by sequence."""
-    first = 0
-    head_calls = made.head_calls.tolist()
-    for sequence, count, own_decided, own_calls in zip(batch, rows.counts, num_decided, head_calls):
-        drafted = slice(first, first + count)
-        decided = slice(first, first + own_decided)
-        first += count
-        stats = sequence.stats
+    """Adds a round to the statistics; `made` is of all rows, `accepted` and `tries` of the drafted ones."""
+    ends, drafted_ends = np.cumsum(rows.counts)[:-1], np.cumsum(counts)[:-1]
+    by_sequence = zip(
+        batch,
+        num_committed,
+        made.head_calls.tolist(),
+        np.split(made.calls, ends),
+        np.split(made.evaluations, ends),
+        np.split(accepted, drafted_ends),
+        np.split(tries, drafted_ends),
+    )
+    for sequence, num, head_calls, own_calls, own_evaluations, own_accepted, own_tries in by_sequence:
+        stats, decided = sequence.stats, own_accepted[:num]
         stats.iterations += 1
         stats.backbone_calls += 1
-        stats.head_calls += own_calls
-        stats.head_calls_per_token += made.calls[decided].sum().item() / sequence.request.num_generated(runner.seq_len)
-        stats.head_evaluations += made.evaluations[drafted].sum().item()
-        stats.resample_tries += int(np.minimum(tries[decided], MAX_TRIES).sum())
-        stats.fallbacks += int((tries[decided] > MAX_TRIES).sum())
-        stats.by_lag = _added(stats.by_lag, sequence.request.gamma, 0, accepted[decided])
-        stats.by_rank = _added(stats.by_rank, runner.seq_len, sequence.num_committed, accepted[decided])
+        stats.head_calls += head_calls
+        stats.head_calls_per_token += own_calls[:num].sum().item() / sequence.request.num_generated(runner.seq_len)
+        stats.head_evaluations += own_evaluations.sum().item()
+        stats.resample_tries += int(np.minimum(own_tries[:num], MAX_TRIES).sum())
+        stats.fallbacks += int((own_tries[:num] > MAX_TRIES).sum())
+        stats.by_lag = _added(stats.by_lag, sequence.request.gamma, 0, decided)
+        stats.by_rank = _added(stats.by_rank, runner.seq_len, sequence.num_committed, decided)
 
 
 def _added(counts: list[list[int]], length: int, first: int, accepted: np.ndarray) -> list[list[int]]:
@@ -278,11 +310,16 @@ def _added(counts: list[list[int]], length: int, first: int, accepted: np.ndarra
 
 
 def check(request: Request, runner: MARRunner) -> None:
-    """Raises ValueError if gamma is above the sequence's length, temperature is 0, or the chains cannot be run."""
+    """Raises ValueError if gamma is above the length, temperature is 0, or the chains do not fit the settings."""
     check_integer("gamma", request.gamma, 1, runner.seq_len, "a round drafts at most all of the sequence's tokens")
     if request.temperature == 0:
         raise ValueError(
             "temperature=0: method 'cspd' compares densities, which need noise: give a temperature above 0"
+        )
+    if request.align is False and request.chains == "speculative" and request.window != 0:
+        raise ValueError(
+            "align=False: the ratio has the noise of every step, which is not known of chains=speculative: give other"
+            " chains, or window=0"
         )
     if request.prefill:
         check_ancestral(request, runner)  # the prefill uses ancestral chains

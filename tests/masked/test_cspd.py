@@ -20,6 +20,7 @@ from cspd_by_hand import (  # noqa: F401 - fixtures
     generate,
     known_draft,
     known_target,
+    log_density,
     log_ratio,
     order_of,
     plain,
@@ -42,8 +43,11 @@ from cspd.request import Sequence
         {"prefill": 0.05},
         {"prefill": 0.5, "num_iter": 8, "gamma": 12},
         {"prefill": 0.6, "verify": "sequential", "gamma": 6},
+        {"prefill": 0.85, "verify": "sequential", "gamma": 2},
         {"prefill": 0.7, "verify": "sequential", "num_iter": 8, "cfg_schedule": "constant", "gamma": 64},
+        {"prefill": 0.85, "verify": "sequential", "align": False, "ratio_temperature": 200.0, "gamma": 1},
         {"prefill": 0.7, "align": False, "ratio_temperature": 200.0},
+        {"prefill": 0.85, "align": False, "ratio_temperature": 200.0, "sigma": "published"},
         {"prefill": 0.7, "ratio_temperature": 25.0, "cfg": 1.0, "temperature": 1.1},
         {"prefill": 0.7, "sigma": "published"},
     ],
@@ -67,13 +71,13 @@ def test_agrees_with_algorithm_1_done_by_hand(changes, target, draft):
     assert stats.head_calls == num_steps * expected.rounds and stats.head_calls_per_token == pytest.approx(num_steps)
     assert stats.draft_head_calls == num_steps * expected.drafted
     num_branches = 2 if asked.guided else 1
-    prefilled = expected.accepted.count(None)
-    assert stats.head_evaluations == num_branches * num_steps * (prefilled + expected.drafted)
+    assert stats.head_evaluations == num_branches * num_steps * expected.by_target
     assert stats.by_lag == expected.by_lag.tolist()
     verified = [int(each is not None) for each in expected.accepted]
     assert stats.by_rank == [verified, [int(each is True) for each in expected.accepted]]
     assert stats.alpha == expected.accepted.count(True) / sum(verified)
     assert stats.guarantee == "heuristic"
+    assert (expected.num_next > 0) == (asked.verify == "sequential" and asked.gamma < LENGTH)
 
 
 # ---- the draft model is the target
@@ -90,6 +94,9 @@ def test_a_draft_that_is_the_target_gives_the_images_of_ar(changes, target):
         assert output.stats.alpha is None and output.stats.by_lag == output.stats.by_rank == [[], []]
     else:
         assert output.stats.alpha == 1
+    if changes.get("verify") == "sequential":  # a round commits its drafts and the target's own next token
+        assert output.stats.iterations == math.ceil(LENGTH / (GAMMA + 1))
+        assert np.isnan(output.token_cost.numpy()).sum() == LENGTH // (GAMMA + 1)
     assert output.stats.resample_tries == output.stats.fallbacks == 0
 
 
@@ -131,6 +138,10 @@ def test_the_models_share_only_noise_and_only_if_aligned(align, target, draft):
     assert seen == {(name, index) for name in ("initial", "steps") for index in (0, own)}
 
     seen.clear()
+    if not align:
+        with pytest.raises(ValueError, match="align"):
+            generate(target, draft, request(align=align, chains="speculative", window=6))
+        return
     generate(target, draft, request(align=align, chains="speculative", window=6, prefill=0.8), **functions)
     drafted_chain, target_chain = ("chain", 0, 1), ("chain", own, 0)
     assert {drafted_chain, target_chain} <= seen
@@ -221,9 +232,40 @@ def test_the_ratio_is_that_of_equation_4(ratio_temperature, sigma, digits):
         assert actual.tolist() == pytest.approx(expected.tolist(), rel=1e-4, abs=2e-2)
 
 
+@pytest.mark.parametrize("chains", ["ancestral", "annealed"])
+@pytest.mark.parametrize("index", [0, 1], ids=["aligned", "not aligned"])
+def test_the_ratio_is_that_of_equation_1(index, chains, target, draft):
+    """Gaussians of all steps and of x_T by torch.distributions, target minus draft."""
+    engine = Engine(MARModels(target, draft), max_batch=1, device="cpu")
+    nine_steps = {"upper": 9, "lower": 9, "first_timestep": 999} if chains == "annealed" else {}
+    resolved = engine.resolve(request(chains=chains, **nine_steps))
+    num_steps = 9 if nine_steps else resolved.num_sampling_steps
+    runner, sequence = engine.runner, Sequence(resolved, 0, slot=0)
+    both = []
+    with torch.inference_mode():
+        runner.admit([sequence])
+        rows = runner.rows([sequence], [20], [6])
+        for name, of_noise in (("target", index), ("draft", 0)):
+            z = runner.conditions([sequence], rows, name)
+            paths, _ = masked_cspd._denoise(runner, name, resolved, rows, z, of_noise)
+            x = noise.initial(rows.seed, rows.position, CHANNELS, of_noise).double()
+            eps_t = noise.steps(rows.seed, rows.position, torch.arange(num_steps), CHANNELS, of_noise)
+            head = runner.models[name].head
+            chain = denoise(head, z, rows.scale, resolved.but(num_sampling_steps=num_steps), x, eps_t)
+            assert (paths.tokens - chain.mean).abs().max() < TOKEN
+            both.append((paths, chain._replace(mean=paths.tokens.double())))
+    (p, p64), (q, q64) = both
+    assert ((p64.log_prob - q64.log_prob - q64.path + p64.path).abs() > 1).all() == bool(index), "the exponents count"
+    for x in (q.tokens, p.tokens):
+        actual = masked_cspd.log_ratio(x[:, None], p, q, ratio_temperature=1.0).squeeze(1)
+        expected = log_density(x.double(), p64) - log_density(x.double(), q64)
+        assert actual.tolist() == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-4)
+
+
 def paths_of(mean: list[float], sigma: list[float], log_sigma: float, num: int) -> Paths:
     log_sigma_last = torch.tensor(sigma).log().expand(num, -1)
-    return Paths(torch.tensor(mean).expand(num, -1), torch.full((num,), log_sigma), log_sigma_last)
+    log_noise = torch.zeros(num, dtype=torch.float64)
+    return Paths(torch.tensor(mean).expand(num, -1), torch.full((num,), log_sigma), log_sigma_last, log_noise)
 
 
 def resample(p: Paths, q: Paths, ratio_temperature: float, seed: int = 0) -> tuple[Tensor, Tensor]:

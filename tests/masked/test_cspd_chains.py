@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from cspd import Engine, MARModels, Request
+from cspd import Engine, MARModels, Request, noise
 from cspd.continuous.denoisers import DENOISERS, of_kind
 from cspd.continuous.rows import Densities
 from cspd.heads.samplers import DIFFUSION
@@ -92,6 +92,15 @@ def test_a_draft_that_is_the_target_is_accepted(chains, small_mar):
     assert output.stats.resample_tries == output.stats.fallbacks == 0
 
 
+def noise_of(chains: str, seed: torch.Tensor, position: torch.Tensor, channels: int) -> torch.Tensor:
+    """x_T and eps_t of all steps that add noise, float64 [n, R, channels]."""
+    settings = request(chains, **nothing_drawn(chains))
+    num_steps = {"annealed": 4, "frequency-weighted": 4, "ddim": 1, "dpm-solver++": 1}  # the solvers add none
+    steps = torch.arange(1, num_steps.get(chains, settings.num_sampling_steps))
+    x = noise.initial(seed, position, channels)[None]
+    return torch.cat([x, noise.steps(seed, position, steps, channels)] if len(steps) else [x]).double()
+
+
 @every_denoiser
 def test_a_model_denoises_alike_as_draft_and_as_target(chains, small_mar, draft):
     """A calibration belongs to one model: the draft model's chains use its own."""
@@ -105,9 +114,11 @@ def test_a_model_denoises_alike_as_draft_and_as_target(chains, small_mar, draft)
             rows = engine.runner.rows([sequence], [40], [DRAFTED])
             seen = Densities(DRAFTED, small_mar.config.token_dim, engine.runner.device)
             drawn = DENOISERS[chains].denoise(engine.runner, name, rows, z, observers=(seen,))
-            made.append((drawn.tokens, seen.log_sigma, seen.log_sigma_last))
+            made.append((drawn.tokens, seen.log_sigma, seen.log_sigma_last, seen.log_noise))
+            drew = noise_of(chains, rows.seed, rows.position, small_mar.config.token_dim)
     for as_draft, as_target in zip(*made):
         assert torch.equal(as_draft, as_target)
-    tokens, log_sigma, log_sigma_last = made[0]
+    tokens, log_sigma, log_sigma_last, log_noise = made[0]
+    assert log_noise.tolist() == pytest.approx((-0.5 * drew.square().sum((0, 2))).tolist(), rel=1e-6)
     assert log_sigma.shape == (DRAFTED,) and log_sigma_last.shape == tokens.shape
     assert log_sigma.any() and log_sigma_last.any()
