@@ -280,7 +280,7 @@ def _with_legend(image: Image.Image, meanings: Mapping[float, str]) -> Image.Ima
 
 # Plots of quality against speed.
 
-MARKS = {"exact": "o", "measured": "D", "bounded": "s", "heuristic": "^"}  # a point's, by its guarantee
+MARKS = {"exact": "o", "approximate": "D", "bounded": "s", "heuristic": "^"}  # a point's, by its guarantee
 SIZE = (5.2, 4.0)  # inches: readable on a phone, which shows it at half the size
 RESOLUTION = 200  # dots per inch
 SMALL = 8.5  # points of the smallest letters

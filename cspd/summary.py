@@ -10,7 +10,7 @@ from cspd.files import NUMBER
 from cspd.request import PHASES
 
 COUNTS = ("iterations", "backbone_calls", "head_calls", "head_evaluations", "draft_backbone_calls", "bound")
-MEASURED = (  # of a method whose guarantee is "measured"
+MEASURED = (  # of a method whose guarantee is "approximate"
     "difference",
     "difference_error",
     "difference_worst_percent",

@@ -37,7 +37,7 @@ def main() -> None:
         axes,
         (
             ("exact", "the same distribution"),
-            ("measured", "a token's distance is measured"),
+            ("approximate", "a token's distance is reported"),
             ("bounded", "somewhere within a band"),
             ("heuristic", "nothing is known"),
         ),

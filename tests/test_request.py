@@ -623,7 +623,7 @@ def test_statistics_are_four_lines_to_read():
     assert max(map(len, lines)) < 100 and "[" not in str(stats)
     assert f"{stats.backbone_calls} target" in lines[1] and f"{stats.alpha:.1%}" in lines[2]
     assert stats.to_dict()["by_lag"] == stats.by_lag  # the rest
-    measured = RoundStats("measured", backbone_calls=8, head_calls=80, head_calls_per_token=10.0, difference=0.049)
+    measured = RoundStats("approximate", backbone_calls=8, head_calls=80, head_calls_per_token=10.0, difference=0.049)
     assert "80 of the head, 10.0 per token" in str(measured) and "0.049 standard" in str(measured)
 
 

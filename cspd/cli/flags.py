@@ -437,7 +437,7 @@ numbers vary by chance.
         " recognised by the classifier), or in several of them with commas (default: fid=2%%)"
     )
     limits.add_argument("--tolerance", type=tolerance, metavar="LIST", help=text)
-    text = "only methods that are exact, or measured to be at most D nats per token from baseline sampling"
+    text = "only methods that are exact, or approximate and at most D nats per token from baseline sampling"
     limits.add_argument("--divergence", type=nats, metavar="D", help=text)
     limits.add_argument("--exact", action="store_true", help="only methods with the distribution of baseline sampling")
     group = parser.add_argument_group("search")

@@ -139,11 +139,11 @@ def format_table(methods: Sequence[Method]) -> str:
     # imported here because cspd.method imports torch, and --help needs this module
     from cspd.method import GUARANTEES
 
-    lines = ["method       models guarantee  needs          what it does (source)"]
+    lines = ["method       models guarantee   needs          what it does (source)"]
     titles: dict[str, str] = {}
     for method in methods:
         source = f" (arXiv {', '.join(method.papers)})" if method.papers else ""
-        columns = f"{method.name:<12} {method.family:<6} {method.guarantee:<10} {method.needs:<14}"
+        columns = f"{method.name:<12} {method.family:<6} {method.guarantee:<11} {method.needs:<14}"
         lines.append(f"{columns} {method.summary}{source}")
         titles |= method.papers
 
@@ -151,7 +151,7 @@ def format_table(methods: Sequence[Method]) -> str:
     shown = {method.guarantee for method in methods}
     for name, meaning in GUARANTEES.items():
         if name in shown:
-            lines.append(textwrap.fill(f"{name:<10} {meaning}", WIDTH, subsequent_indent=" " * 11))
+            lines.append(textwrap.fill(f"{name:<11} {meaning}", WIDTH, subsequent_indent=" " * 12))
 
     lines.append("")
     lines += [f"{name:<10} {what}" for name, what in FAMILIES.items() if any(each.family == name for each in methods)]

@@ -501,7 +501,7 @@ def candidates(plain: Configuration, divergence: float | None) -> tuple[list[Con
     guarantees = tuple(GUARANTEES)
     if divergence is not None:
         names += WINDOWS[family].split()
-        guarantees = ("exact", "measured") if divergence else ("exact",)
+        guarantees = ("exact", "approximate") if divergence else ("exact",)
         if any(name.startswith("budget") for name in names):
             names = [name for name in names if not name.startswith("budget")]
             names.append(f"budget:budget={divergence:g}")

@@ -272,7 +272,7 @@ class Denoiser(Part):
             tokens = captured(runner, key, chain, sample) if self.sampler.whole else sample(chain)
         calls, evaluations = chain.tally.of_rows(len(tokens))
         head_calls = chain.tally.of_owners(rows.owner, len(rows.sequences))
-        measured = fitted.measured if fitted and self.guarantee == "measured" else {}
+        measured = fitted.measured if fitted and self.guarantee == "approximate" else {}
         return Drawn(tokens, calls, head_calls, evaluations, measured, audit and audit.total)
 
 

@@ -1,4 +1,4 @@
-"""The calibrated sampler: calls the head at some steps and predicts its outputs at the others. Guarantee: measured."""
+"""The calibrated sampler: calls the head at some steps and predicts its outputs at the others. Approximate."""
 
 from __future__ import annotations
 
@@ -564,7 +564,7 @@ def _least_squares(features: Tensor, wanted: Tensor) -> Tensor:
     return torch.linalg.lstsq(gram + ridge, features @ wanted).solution
 
 
-# The calibrated sampler: N head calls per token, and predictions between them. Guarantee: measured.
+# The calibrated sampler: N head calls per token, and predictions between them. Guarantee: approximate.
 #
 # It keeps the chain's T steps and its noise. `speculative` verifies the fitted predictions of the head; this sampler
 # uses them as they are. So a token is nearly the one that `ar` draws from the same noise. The difference is measured
@@ -573,7 +573,7 @@ def _least_squares(features: Tensor, wanted: Tensor) -> Tensor:
 HEAD_CALLS = 10
 
 
-@sampler("calibrated", "measured", fit=True)
+@sampler("calibrated", "approximate", fit=True)
 def calibrated(
     chain: Chain,
     head_calls: Annotated[

@@ -139,7 +139,7 @@ def resolve_budget(request: Request, runner: MARRunner) -> Request:
 def guarantee_of_budget(request: Request) -> str:
     """ "exact" without a budget, or if nothing approximate is faster."""
     has_no_price = request.budget == 0 if _is_open(request) else is_exact(request)
-    return "exact" if has_no_price else "measured"
+    return "exact" if has_no_price else "approximate"
 
 
 def run_budget_round(runner: MARRunner, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
@@ -163,8 +163,8 @@ PLANNED = Point({**AXES, **BY_PLAN}, {"order": "random", "backbone": "full", "de
 BUDGET = Method(
     name="budget",
     family="MAR",
-    guarantee="measured",
-    summary="the fastest exact or measured combination that changes a token's chain by at most a budget of nats",
+    guarantee="approximate",
+    summary="the fastest exact or approximate combination that changes a token's chain by at most a budget of nats",
     papers={},
     run_round=run_budget_round,
     needs="calibration",

@@ -136,7 +136,7 @@ def test_the_page_needs_no_other(made, tmp_path):
 def test_measured_values_are_shown_for_their_row_only(made):
     content, _ = made
     measured = {"difference": 0.0461, "difference_worst_percent": 0.1375, "pixel_difference": 3.25}
-    content["rows"][1] |= measured | {"guarantee": "measured", "audit": 0.52, "audit_ci95": [0.42, 0.62]}
+    content["rows"][1] |= measured | {"guarantee": "approximate", "audit": 0.52, "audit_ci95": [0.42, 0.62]}
     html = report.html_page(content, [])
     assert '<span class="tag measured">measured</span>' in html and ".measured {" in html
     titles, *lines = Page(html).rows
@@ -191,7 +191,7 @@ def test_the_mark_of_a_point_is_its_guarantee(plotted):
     marked = {line.get_xdata()[0]: line.get_marker() for line in axes.lines if line.get_marker() in MARKS.values()}
     assert marked == {point.speed: MARKS[point.guarantee] for point in points} and len(set(marked.values())) == 4
     legend = axes.get_legend()
-    assert [text.get_text() for text in legend.get_texts()] == ["exact", "measured", "bounded", "heuristic"]
+    assert [text.get_text() for text in legend.get_texts()] == ["exact", "approximate", "bounded", "heuristic"]
 
 
 def test_a_method_without_a_point_in_a_panel_leaves_it_as_it_is(plotted):

@@ -344,7 +344,9 @@ def test_requests_do_not_depend_on_the_batch_and_all_calls_are_ar(engine):
         alone = one.generate(request)[0]
         assert (output.tokens - alone.tokens).abs().max() < 1e-4 * alone.tokens.abs().max()
         stats = output.stats
-        assert stats.guarantee == "measured" and stats.difference > 0 and stats.divergence > 0 and stats.audit is None
+        assert (
+            stats.guarantee == "approximate" and stats.difference > 0 and stats.divergence > 0 and stats.audit is None
+        )
         assert stats.head_calls_per_token == 6 and stats.head_calls == 6 * request.num_iter
         assert stats.head_evaluations == 64 * (6 + 5)  # the unconditional branch at all calls but the fourth
     whole = one.generate(requests[0].but(head_calls=100, null_every=1))[0]
@@ -429,7 +431,7 @@ KNOWN = {
     "divergence_error": 0.03,
 }
 MEANS = KNOWN | {"audit": 0.5, "audit_error": AUDITS.std(ddof=1) / 20**0.5}
-HELD_OUT = RoundStats(guarantee="measured", **KNOWN)
+HELD_OUT = RoundStats(guarantee="approximate", **KNOWN)
 AUDITED = [dataclasses.replace(HELD_OUT, audit=audit, audit_error=0.3) for audit in AUDITS]
 
 
@@ -449,7 +451,7 @@ def test_measured_values_are_averaged_over_the_images(stats, means):
 
 def test_bench_prints_measured_values_of_all_runs():
     request, audited = Request(0, num_iter=4, cfg=1.0), [vars(stats) for stats in AUDITED]
-    runs = [{"seconds": 1.0, "guarantee": "measured", "stats": some} for some in (audited[:8], audited[8:])]
+    runs = [{"seconds": 1.0, "guarantee": "approximate", "stats": some} for some in (audited[:8], audited[8:])]
     baseline = [{"seconds": 2.0, "guarantee": "exact", "first_timestep": 950, "stats": [vars(RoundStats())]}] * 2
     rows = [bench._row("ar", 8, request, baseline, baseline), bench._row("calibrated", 8, request, runs, baseline)]
     assert {name: rows[1][name] for name in MEASURED} == pytest.approx(MEANS)
@@ -476,10 +478,10 @@ def test_sample_resumes_with_the_head_calls_that_were_chosen(tmp_path, capsys):
     run("sample", tmp_path, *options)
     assert lost.read_bytes() == before
     summary = json.loads((tmp_path / "samples.json").read_text())["summary"]
-    assert summary["images_made"] == 1 and summary["guarantee"] == "measured"
+    assert summary["images_made"] == 1 and summary["guarantee"] == "approximate"
     lines, text = measured_lines(summary), capsys.readouterr().out
     assert [title for title, _, _ in lines] == ["difference", "worst tokens", "audit"]
-    assert f"+- {summary['audit_error']:.3f} nats per token" in lines[2][2] and "guarantee: measured" in text
+    assert f"+- {summary['audit_error']:.3f} nats per token" in lines[2][2] and "guarantee: approximate" in text
     assert f"+- {summary['difference_error']:.3f} s.d." in lines[0][2] and summary["divergence"] > 0
     assert all(f"{title} {value} {meaning}" in text for title, value, meaning in lines)
 
@@ -494,7 +496,7 @@ def test_evaluate_resumes_with_the_head_calls_that_were_chosen(tmp_path, capsys)
     for _ in range(2):
         run("evaluate", tmp_path, "--method", "calibrated", "--audit", "0.5", "--space", "digits")
         sampling = json.loads((tmp_path / "evaluation.json").read_text())["sampling"]
-        assert sampling["images_made"] == 2 and sampling["guarantee"] == "measured"
+        assert sampling["images_made"] == 2 and sampling["guarantee"] == "approximate"
         assert sampling["divergence"] is not None and sampling["audit"] > 0
         assert "difference " in capsys.readouterr().out
 
@@ -507,7 +509,7 @@ def test_compare_resumes_and_reports_measured_values(tmp_path):
     assert written[0] == written[1]
     rows = json.loads((tmp_path / "comparison.json").read_text())["rows"]
     baseline, audited, lazy = (row for row in rows if row["settings"]["num_iter"] == 2)
-    assert [row["guarantee"] for row in (baseline, audited, lazy)] == ["exact", "measured", "heuristic"]
+    assert [row["guarantee"] for row in (baseline, audited, lazy)] == ["exact", "approximate", "heuristic"]
     assert baseline["difference"] is None and audited["difference"] > 0
     assert audited["audit"] > 0 and len(audited["audit_ci95"]) == 2 and lazy["audit"] is None
     assert audited["pixel_difference"] >= 0 and lazy["pixel_difference"] is None  # of other seeds

@@ -254,7 +254,7 @@ def test_a_run_within_a_budget(generous):
     plan = planned(requests[0], generous.runner)
     outputs = generous.generate(requests)
     for output in outputs:
-        assert output.stats.guarantee == "measured"
+        assert output.stats.guarantee == "approximate"
         assert output.stats.divergence == plan.price.divergence <= 5.0
         assert output.request.refreshes == plan.settings["refreshes"]
     # a run again, from all its settings
@@ -382,7 +382,7 @@ def test_given_axes_have_a_price(engine):
     plan = planned(request, engine.runner)
     same = engine.runner.tuning.priced(request, BudgetPlan({**STALE, "refreshes": "0,3"}, Price(0.0, 0.0), None))
     (output,) = engine.generate([request])
-    assert output.stats.guarantee == "measured"
+    assert output.stats.guarantee == "approximate"
     assert output.stats.divergence == plan.price.divergence == pytest.approx(same.price.divergence, rel=1e-4)
     assert plan.price.divergence > 0.01
 
@@ -444,7 +444,7 @@ def test_joined_rounds_keep_order_and_guidance(engine):
     plain, every, some = engine.generate([request.but(rounds=rounds) for rounds in (None, "0-5", "0,2-4")])
     assert torch.equal(plain.tokens, every.tokens)
     assert (some.stats.iterations, some.stats.backbone_calls) == (4, 4)
-    assert (plain.stats.guarantee, every.stats.guarantee) == ("exact", "measured")
+    assert (plain.stats.guarantee, every.stats.guarantee) == ("exact", "approximate")
     resolved = engine.resolve(request.but(rounds="0,2-4"))
     whole, joint = (timetable(each, 16) for each in (engine.resolve(request), resolved))
     assert joint.masked.tolist() == whole.masked[[1, 2, 3, 5]].tolist()

@@ -21,7 +21,7 @@ from mar.head import ReadyHead
 from mar.model import MAR
 
 ROUNDING = 1e-3  # of the largest token
-GUARANTEES = {"ancestral": "exact", "speculative": "exact", "calibrated": "measured"}  # others are heuristic
+GUARANTEES = {"ancestral": "exact", "speculative": "exact", "calibrated": "approximate"}  # others are heuristic
 
 
 def methods_with(option: str) -> dict:
