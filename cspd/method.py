@@ -26,8 +26,8 @@ from cspd.terminal import choice, shortened, value_of
 GUARANTEES = {
     "exact": "The images have the distribution of baseline sampling (ar) with the same settings, up to floating-point"
     " error. This is proved and tested.",
-    "approximate": "Close to the distribution of baseline sampling. Two distances are reported: the difference of a token"
-    " from the one that baseline sampling gives for the same noise, and the divergence of its path.",
+    "approximate": "Close to the distribution of baseline sampling. Two distances are reported: the difference of a"
+    " token from the one that baseline sampling gives for the same noise, and the divergence of its path.",
     "bounded": "The total variation distance from baseline sampling's distribution is at most the measured bound.",
     "heuristic": "No guarantee: evaluate the images.",
 }

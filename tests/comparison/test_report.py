@@ -138,7 +138,7 @@ def test_measured_values_are_shown_for_their_row_only(made):
     measured = {"difference": 0.0461, "difference_worst_percent": 0.1375, "pixel_difference": 3.25}
     content["rows"][1] |= measured | {"guarantee": "approximate", "audit": 0.52, "audit_ci95": [0.42, 0.62]}
     html = report.html_page(content, [])
-    assert '<span class="tag measured">measured</span>' in html and ".measured {" in html
+    assert '<span class="tag approximate">approximate</span>' in html and ".approximate {" in html
     titles, *lines = Page(html).rows
     cells = [dict(zip(titles, line)) for line in lines]
     shown = {"difference": "0.046", "worst 1 %": "0.138", "audit": "0.520 [0.420, 0.620]", "pixel difference": "3.2"}
