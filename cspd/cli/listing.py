@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     Owner = str | Method  # a method, or the name of a family
     Declared = list[tuple[Owner, Option]]
 
-OURS = "ours"  # in place of a paper
 WIDTH = 120  # of the meaning of a guarantee, in characters
 METHODS_HEADER = """\
 | method | models | guarantee | needs | what it does | paper |
@@ -131,7 +130,7 @@ def format_table(methods: Sequence[Method]) -> str:
     titles: dict[str, str] = {}
     for method in methods:
         papers = ", ".join(method.papers)
-        source = f"arXiv {papers}" if papers else OURS
+        source = f"arXiv {papers}" if papers else _without_paper(method)
         columns = f"{method.name:<12} {method.family:<6} {method.guarantee:<10} {method.needs:<14}"
         lines.append(f"{columns} {method.summary} ({source})")
         titles |= method.papers
@@ -150,6 +149,13 @@ def format_table(methods: Sequence[Method]) -> str:
     return "\n".join(lines)
 
 
+def _without_paper(method: Method) -> str:
+    """The source of a method that names no paper."""
+    from cspd.method import is_built_in
+
+    return "ours" if is_built_in(method) else "plug-in"
+
+
 def markdown_table(methods: Iterable[Method]) -> str:
     """The table of methods in docs/methods.md."""
     lines = [METHODS_HEADER]
@@ -158,7 +164,7 @@ def markdown_table(methods: Iterable[Method]) -> str:
         if DEFAULTS[method.family] == method.name:
             name += " (default)"
         papers = [f"[{number}](https://arxiv.org/abs/{number})" for number in method.papers]
-        source = ", ".join(papers) or OURS
+        source = ", ".join(papers) or _without_paper(method)
         lines.append(_row(name, method.family, method.guarantee, method.needs, method.summary, source))
     return "\n".join(lines)
 
