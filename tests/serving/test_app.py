@@ -279,6 +279,7 @@ BAD = [
     ({"methods": []}, "methods: "),
     ({"methods": ["ar"] * 3}, "methods: "),
     ({"settings": {"cfgs": 1}}, "cfgs"),
+    ({"settings": {"class_labels": 1}}, "labels=.. of sample()"),
     ({"settings": {"image": "/etc/passwd", "mask": "/etc/passwd"}}, "image"),
     ({"settings": {"num_iter": 65}}, "num_iter"),
     ({"model": "gan"}, "gan"),
