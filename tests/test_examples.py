@@ -132,7 +132,10 @@ def test_plugins_on_the_command_line(added, tmp_path, capsys):
     assert (image["request"]["method"], image["request"]["guided_share"]) == ("early-guidance", 0.4)
     capsys.readouterr()
     assert main(["methods", "--plugin", str(EXAMPLES / "own_draft.py")]) == 0
-    assert "\nngram " in capsys.readouterr().out
+    listed = capsys.readouterr().out.splitlines()
+    (own_line,) = [line for line in listed if line.startswith("ngram ")]
+    assert own_line.endswith("(plug-in)")  # and not ours
+    assert next(line for line in listed if line.startswith("budget ")).endswith("(ours)")
     with pytest.raises(SystemExit):
         main(["sample", *DENOISER, "--help", "early-guidance"])
     assert "--guided-share" in capsys.readouterr().out

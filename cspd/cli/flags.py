@@ -325,8 +325,8 @@ def _edit(parser: Parser) -> None:
 
 def _serve(parser: Parser) -> None:
     parser.description = (
-        "Serves a web page: pick a class or write a prompt, and watch two methods generate the image side by\n"
-        "side. Programs send the requests of OpenAI's image API, at /v1. All models and clients share one\n"
+        "Serves a web page: pick a class or write a prompt, and watch the images grow, or compare two methods on\n"
+        "one seed. Programs send the requests of OpenAI's image API, at /v1. All models and clients share one\n"
         "engine. It needs: pip install '.[serve]' in a clone of the repository."
     )
     parser.epilog = """\
@@ -340,8 +340,8 @@ examples:
   CSPD_API_KEY=$(openssl rand -hex 16) cspd serve --host 0.0.0.0
       lets in other machines that have the key: the page asks for it once
 
-The page shows each image while it is generated, the cost of every token and the guarantee of each method.
-Users can paint over an image to regenerate that part. More in docs/serve.md.
+Finished images of the page are saved (--out), and shown in its gallery. Users can paint over an image to
+regenerate that part. More in docs/serve.md.
 """
     group = parser.add_argument_group("models")
     _add_checkpoint(group, several=True)

@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from urllib.parse import quote
 
@@ -293,6 +294,7 @@ BAD = [
     ({"methods": []}, "methods: "),
     ({"methods": ["ar"] * 3}, "methods: "),
     ({"settings": {"cfgs": 1}}, "cfgs"),
+    ({"settings": {"class_labels": 1}}, "labels=.. of sample()"),
     ({"settings": {"image": "/etc/passwd", "mask": "/etc/passwd"}}, "image"),
     ({"settings": {"num_iter": 65}}, "num_iter"),
     ({"model": "gan"}, "gan"),
@@ -381,6 +383,23 @@ def test_the_command(capsys):
     assert run_command(visit, "--checkpoint", small_checkpoint()) == 130
     said = capsys.readouterr()
     assert addresses[0] in said.out and said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "options, is_saved",
+    [([], True), (["--out", "none"], False), (["--allowed-hosts", "gpu1"], False)],
+)
+def test_the_folder_of_the_command(options, is_saved, monkeypatch, tmp_path, capsys):
+    """A server for this machine only saves pictures. The folder is made when there is one."""
+    monkeypatch.chdir(tmp_path)
+    told = []
+
+    def visit(address):
+        with urllib.request.urlopen(f"{address}/api/pictures") as answer:
+            told.append(json.load(answer))
+
+    assert run_command(visit, "--checkpoint", small_checkpoint(), *options) == 130
+    assert told == [{"is_saved": is_saved, "pictures": []}] and not [*tmp_path.iterdir()]
 
 
 def test_the_command_runs_without_its_streams(monkeypatch):

@@ -21,7 +21,7 @@ export function makeGallery(tools) {
     const answer = await tools.ask(`api/pictures?num=${most + current.size + 1}`);
     if (!answer.ok) return;
     const { is_saved: isSaved, pictures: saved } = await answer.json();
-    element("gallery").querySelector("h2").textContent = isSaved ? "Saved pictures" : "Pictures of this visit";
+    if (isSaved) element("gallery").querySelector("h2").textContent = "Saved pictures";
     const known = new Set(pictures.map(keyOf));
     pictures.push(...saved.filter(({ file }) => !known.has(file)).map(pictureOf));
     render();
@@ -61,12 +61,18 @@ export function makeGallery(tools) {
   async function fill(image, picture) {
     image.classList.toggle("pixelated", (picture.model?.image_size ?? 128) < 128);
     picture.image ??= await read(picture.file);
-    image.src = picture.image;
+    if (picture.image) {
+      image.src = picture.image;
+      return;
+    }
+    pictures = pictures.filter((other) => other !== picture); // its file is gone
+    render();
   }
 
-  // Elements <img> cannot send an API key.
+  // A data link, since elements <img> cannot send an API key; null if the server has no such picture.
   async function read(file) {
     const answer = await tools.ask(`api/pictures/${encodeURIComponent(file)}`);
+    if (!answer.ok) return null;
     const content = await answer.blob();
     return new Promise((done) => {
       const reader = new FileReader();

@@ -1,6 +1,8 @@
 // Fields for the settings of requests: a list for words, a number with its range otherwise.
 
-const TITLES = { cfg: "guidance scale", num_iter: "iterations", num_sampling_steps: "denoising steps" };
+const TITLES = {
+  cfg: "guidance scale", cfg_schedule: "guidance schedule", num_iter: "iterations", num_sampling_steps: "denoising steps",
+};
 const SLIDERS = { // numbers that are turned, not typed
   budget: { min: 0, max: 3, step: 0.05, unit: "nats per token", ends: ["exact", "faster"] },
 };
@@ -14,8 +16,7 @@ export function fieldOf({ name, help, words, text, integer, low, high, default: 
   const input = field.appendChild(document.createElement(words ? "select" : "input"));
   input.name = name;
   if (words) {
-    const first = usual === null ? "automatic" : `${usual} (default)`;
-    input.append(new Option(first, ""), ...words.filter((word) => word !== usual).map((word) => new Option(word)));
+    input.append(new Option(usual ?? "automatic", ""), ...words.filter((word) => word !== usual).map((word) => new Option(word)));
     return field;
   }
   if (text) {

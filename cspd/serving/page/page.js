@@ -48,7 +48,7 @@ async function begin() {
   };
   keepPlaceholder(element("label"));
   const { device, threads, precision } = about.machine;
-  element("machine").textContent = `${device}, ${threads} threads, ${precision}, ${about.slots} images per model at a time`;
+  element("machine").textContent = `${device}, CPU threads: ${threads}, ${precision}; images per model at a time: ${about.slots}`;
   element("guarantees").append(...Object.entries(about.guarantees).flatMap(([name, meaning]) => {
     const term = document.createElement("dt");
     const tag = term.appendChild(document.createElement("span"));
