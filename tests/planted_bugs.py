@@ -1016,6 +1016,13 @@ BUGS = [
         "test_engine.py::test_a_window_is_chosen_for_the_images_of_the_call",
     ),
     Bug(
+        "models of one family share CUDA graphs",
+        "cspd/engine.py",
+        "            own = Graphs(self.device, graphs)",
+        "            own = next(iter(self.runners.values())).graphs if self.runners else Graphs(self.device, graphs)",
+        "test_engine.py::test_models_share_slots_and_turns",
+    ),
+    Bug(
         "models of one family share a round",
         "cspd/engine.py",
         "key=(prepared.model, method.round_key(request))",
@@ -1035,6 +1042,20 @@ BUGS = [
         "        batch = self.running.pop(key)\n        self.running[key] = batch",
         "        batch = self.running[key]",
         "test_engine.py::test_no_model_keeps_another_one_waiting",
+    ),
+    Bug(
+        "what methods keep is not freed with the last sequence",
+        "cspd/engine.py",
+        "                sequence.shared.clear()",
+        "                pass",
+        "test_scheduler.py",
+    ),
+    Bug(
+        "a sequence that joins others does not know what methods keep of them",
+        "cspd/engine.py",
+        "                sequence.shared = batch[0].shared\n",
+        "                pass\n",
+        "test_scheduler.py",
     ),
     Bug(
         "an output goes to another stream",
