@@ -665,24 +665,26 @@ class Engine:
 
         Returns the name of the models that ran, if any, and the errors that ended requests.
         """
+        ran = None
         errors: list[Exception] = []
         watch = Stopwatch(self.device)
-        self._free_cancelled()
-        admitted = self.scheduler.admit()
-        for model, runner in self.runners.items():
-            with self._dropping([model], errors):
-                runner.admit([sequence for sequence in admitted if sequence.model == model])
-        batch = self.scheduler.next()
-        if batch:
-            with self._dropping([batch[0].model], errors):
-                finished = self._advance(batch, watch)
-                self.scheduler.release(finished)
-                self._decode(finished, on_decoded)
         with self._dropping(self.runners, errors):
+            self._free_cancelled()
+            admitted = self.scheduler.admit()
+            for model, runner in self.runners.items():
+                with self._dropping([model], errors):
+                    runner.admit([sequence for sequence in admitted if sequence.model == model])
+            batch = self.scheduler.next()
+            if batch:
+                ran = batch[0].model
+                with self._dropping([ran], errors):
+                    finished = self._advance(batch, watch)
+                    self.scheduler.release(finished)
+                    self._decode(finished, on_decoded)
             # With nothing left to run there is no round to hide the decoding behind: wait for all images.
             for sequence, output in self._finisher.ready(wait=not len(self.scheduler)):
                 self._deliver(sequence, output)
-        return (batch[0].model if batch else None), errors
+        return ran, errors
 
     @contextlib.contextmanager
     def _dropping(self, models: Collection[str], errors: list[Exception]) -> Iterator[None]:

@@ -1032,7 +1032,7 @@ BUGS = [
     Bug(
         "an error of a model drops the requests to all",
         "cspd/engine.py",
-        "with self._dropping([batch[0].model], errors):",
+        "with self._dropping([ran], errors):",
         "with self._dropping(self.runners, errors):",
         "test_engine.py::test_an_error_of_a_model_is_its_own",
     ),
