@@ -217,7 +217,10 @@ class Scheduler:
         while self.waiting and self._free:
             sequence = self.waiting.popleft()
             sequence.slot = self._free.pop()
-            self.running.setdefault(sequence.key, []).append(sequence)
+            batch = self.running.setdefault(sequence.key, [])
+            if batch:
+                sequence.shared = batch[0].shared
+            batch.append(sequence)
             admitted.append(sequence)
         return admitted
 
@@ -231,12 +234,13 @@ class Scheduler:
         return list(batch)
 
     def release(self, sequences: list[Sequence]) -> None:
-        """Takes running sequences out and frees their slots."""
+        """Takes running sequences out and frees their slots. What methods keep of a key goes with its last sequence."""
         for sequence in sequences:
             key = sequence.key
             self.running[key].remove(sequence)
             if not self.running[key]:
                 del self.running[key]
+                sequence.shared.clear()  # at once: finished sequences are referenced until they are decoded
             self._free.append(sequence.slot)
 
     def drop(self, models: Collection[str]) -> None:
@@ -334,7 +338,7 @@ class Engine:
         noise: the source of random numbers, see `cspd.noise`; tests inject other ones.
 
     Attributes:
-        runners: the model runners, by name of their models.
+        runners: the model runners, by name of their models. graphs: the CUDA graphs of the first of them.
         origins: by name, the checkpoint and files that `cspd.load` took the models from; empty for models in memory.
         loaded: `cspd.load` with the arguments that gave these models, which pickles and copies call again; None for
             models in memory.
@@ -371,13 +375,14 @@ class Engine:
         self.device = pick_device(device)
         self.precision = precision_of(precision, self.device)
         self.compiled = compiled
-        self.graphs = Graphs(self.device, graphs)
         self._models: list[Models] = [placed(each, self.device) for each in models]
         how: dict[str, Any] = {"noise": noise, "compiled": compiled, "cache": cache}
         self._settings = {**how, "names": names, "graphs": graphs}  # for `with_slots`
         self.runners: dict[str, ModelRunner] = {}
         for name, each in zip(names, self._models):
-            self.runners[name] = each.runner(max_batch, self.device, self.precision, **how, graphs=self.graphs)
+            own = Graphs(self.device, graphs)  # one key may mean other functions in other models
+            self.runners[name] = each.runner(max_batch, self.device, self.precision, **how, graphs=own)
+        self.graphs = self.runners[names[0]].graphs
         self._classes = {name: each.classes for name, each in zip(names, self._models)}
         self.origins: Mapping[str, Mapping[str, str]] = {}
         self.loaded: Callable[..., Engine] | None = None
@@ -660,24 +665,26 @@ class Engine:
 
         Returns the name of the models that ran, if any, and the errors that ended requests.
         """
+        ran = None
         errors: list[Exception] = []
         watch = Stopwatch(self.device)
-        self._free_cancelled()
-        admitted = self.scheduler.admit()
-        for model, runner in self.runners.items():
-            with self._dropping([model], errors):
-                runner.admit([sequence for sequence in admitted if sequence.model == model])
-        batch = self.scheduler.next()
-        if batch:
-            with self._dropping([batch[0].model], errors):
-                finished = self._advance(batch, watch)
-                self._release(finished)
-                self._decode(finished, on_decoded)
         with self._dropping(self.runners, errors):
+            self._free_cancelled()
+            admitted = self.scheduler.admit()
+            for model, runner in self.runners.items():
+                with self._dropping([model], errors):
+                    runner.admit([sequence for sequence in admitted if sequence.model == model])
+            batch = self.scheduler.next()
+            if batch:
+                ran = batch[0].model
+                with self._dropping([ran], errors):
+                    finished = self._advance(batch, watch)
+                    self.scheduler.release(finished)
+                    self._decode(finished, on_decoded)
             # With nothing left to run there is no round to hide the decoding behind: wait for all images.
             for sequence, output in self._finisher.ready(wait=not len(self.scheduler)):
                 self._deliver(sequence, output)
-        return (batch[0].model if batch else None), errors
+        return ran, errors
 
     @contextlib.contextmanager
     def _dropping(self, models: Collection[str], errors: list[Exception]) -> Iterator[None]:
@@ -705,13 +712,6 @@ class Engine:
             if len(sequence.reached) < sequence.iteration:
                 sequence.reached.append(sequence.num_started)
         return finished
-
-    def _release(self, sequences: list[Sequence]) -> None:
-        """Frees the slots of sequences. The state of a kind of rounds goes with the last one."""
-        self.scheduler.release(sequences)
-        for sequence in sequences:
-            if sequence.key not in self.scheduler.running:
-                self.runners[sequence.model].forget(sequence.key)
 
     def _decode(self, finished: list[Sequence], on_decoded: Callable[[int], object]) -> None:
         """Begins to decode finished sequences, which share a runner."""
@@ -748,9 +748,9 @@ class Engine:
         """Takes cancelled sequences out, except those whose slots unfinished chains will still write to."""
         for batch in list(self.scheduler.running.values()):
             if self._cancelled.issuperset(batch):  # all unfinished chains of this kind are theirs
-                self._release(list(batch))
+                self.scheduler.release(list(batch))
             else:
-                self._release([each for each in batch if each in self._cancelled and not each.num_under_way])
+                self.scheduler.release([each for each in batch if each in self._cancelled and not each.num_under_way])
         for sequence in list(self._cancelled):
             if sequence in self.scheduler.waiting:
                 self.scheduler.waiting.remove(sequence)
@@ -761,8 +761,6 @@ class Engine:
         """Drops all requests to these models and reports the reason to everybody who waits for them."""
         self.scheduler.drop(models)
         self._finisher.drop(models)
-        for model in models:
-            self.runners[model].clear()
         for sequence in list(self._cancelled):
             if sequence.model in models:
                 self._cancelled.discard(sequence)

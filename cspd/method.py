@@ -318,12 +318,6 @@ class ModelRunner(Protocol):
     def published(self, labels: Tensor, settings: dict) -> Tensor:
         """Tokens by the sampler of the released code; `settings`: the values of the family's common options."""
 
-    def forget(self, key: Hashable) -> None:
-        """Drops the state of methods for sequences of one key, when all of them have finished."""
-
-    def clear(self) -> None:
-        """Drops the state of methods for all sequences."""
-
 
 # The registry of methods. A family registers its methods when it is imported (`cspd.checkpoints` imports them all);
 # users add their own.

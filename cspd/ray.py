@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,15 @@ BAR = "{l_bar}{bar}| {n}/{total} images [{elapsed}<{remaining}, {rate_fmt}{postf
 Divided = tuple[Engine, Request, list[Subject], dict]  # the engine, and arguments of `cspd.evaluation.run.plan`
 MODELS = {"vae": None, "draft": None, "eagle": None, "text_encoder": None, "arch": None}
 COMPUTING = {"device": "auto", "precision": "fp32", "compiled": False, "graphs": None}
+
+
+class Workers(NamedTuple):
+    """The engines on a cluster: how many, with how many slots, and what Ray reserves for each; as in `sample`."""
+
+    num_gpus: float = 1
+    num_cpus: float = 1
+    number: int | None = None
+    max_batch: int = 8
 
 
 def sample(
@@ -83,11 +92,11 @@ def sample(
             raise ValueError(f"{request} has other settings than {first}: sample them in several calls")
     given = MODELS | COMPUTING | models
     prepare = partial(_prepared, tuple(requests), str(checkpoint), given, max_batch)
-    how: dict[str, Any] = {"seeds": [request.seed for request in requests], "num_gpus": num_gpus, "num_cpus": num_cpus}
-    how |= {"workers": workers, "max_batch": max_batch}
+    seeds = [request.seed for request in requests]
+    asked = Workers(num_gpus, num_cpus, workers, max_batch)
     if out is None:
-        return dataset(prepare, len(requests), None, **how)[0]
-    shards, _ = make(prepare, len(requests), place_of(str(out)), overwrite=overwrite, progress=progress, **how)
+        return dataset(prepare, len(requests), None, asked, seeds)[0]
+    shards, _ = make(prepare, len(requests), place_of(str(out)), asked, seeds, overwrite=overwrite, progress=progress)
     with finish(shards):
         return shards
 
@@ -113,19 +122,20 @@ def make(
     prepare: Callable[[], Divided],
     num: int,
     out: Place,
+    workers: Workers,
+    seeds: Sequence[int] | None = None,
     *,
     overwrite: bool = False,
     progress: bool = True,
-    **how: Any,
 ) -> tuple[Shards, dict]:
     """Makes the images that a folder lacks; returns them and a summary, see `cspd.evaluation.run.sample_shards`.
 
-    `prepare` runs in each worker. `how`: as in `dataset`. Errors as in `sample`.
+    `prepare` runs in each worker. Errors as in `sample`.
     """
     start = perf_counter()
     if isinstance(out, Path):
         out = out.resolve()  # workers have other current folders
-    rows, shards = dataset(prepare, num, out, overwrite=overwrite, **how)
+    rows, shards = dataset(prepare, num, out, workers, seeds, overwrite)
     made = 0
     restarted = set()
     with (
@@ -148,18 +158,14 @@ def dataset(
     prepare: Callable[[], Divided],
     num: int,
     out: Place | None,
-    *,
+    workers: Workers,
     seeds: Sequence[int] | None = None,
     overwrite: bool = False,
-    num_gpus: float = 1,
-    num_cpus: float = 1,
-    workers: int | None = None,
-    max_batch: int = 8,
 ) -> tuple[Dataset, Shards]:
     """A lazy data set, whose rows are images, or shards once they are in the folder `out`; and those shards."""
     connect()
-    workers = workers or room_for(num_gpus, num_cpus)
-    resources: dict[str, Any] = {"num_gpus": num_gpus, "num_cpus": num_cpus}
+    number = workers.number or room_for(workers.num_gpus, workers.num_cpus)
+    resources: dict[str, Any] = {"num_gpus": workers.num_gpus, "num_cpus": workers.num_cpus}
     # one worker decides what a method leaves open, such as the window, for all
     planning = ray.remote(_planned).options(max_retries=-1, **resources)
     with _errors():
@@ -167,15 +173,15 @@ def dataset(
     # there is one bar, of images
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     DataContext.get_current().enable_progress_bars = False
-    at_once = min(-(-BATCHES * max_batch // SIZE), -(-shards.count // workers))
+    at_once = min(-(-BATCHES * workers.max_batch // SIZE), -(-shards.count // number))
     calls = -(-shards.count // at_once)
     items = [{"shard": shard} for shard in range(shards.count)]
     rows: ray.data.Dataset = ray.data.from_items(items, override_num_blocks=calls)
     rows = rows.map_batches(
         _Worker,
         batch_size=None,
-        compute=ActorPoolStrategy(size=workers),
-        fn_constructor_kwargs={"prepare": prepare, "shards": shards, "workers": workers, "to_files": out is not None},
+        compute=ActorPoolStrategy(size=number),
+        fn_constructor_kwargs={"prepare": prepare, "shards": shards, "workers": number, "to_files": out is not None},
         **resources,
     )
     return rows, shards

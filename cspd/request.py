@@ -337,9 +337,9 @@ class Sequence:
             committed ones; together these are the first tokens of the generation order.
         reached: `num_started` after each iteration.
         audits: of a VQ sequence with a relaxed rule, each round's audit, see `cspd.discrete.drafts.price`.
+        shared: what methods keep from round to round: a dictionary of all running sequences of a key, which is emptied
+            when the last of them leaves.
         complete_stats: fills in `stats`; called once the device has finished the sequence.
-        refresh: writes the current per-token costs to the slot for previews; otherwise they are written when the
-            sequence finishes.
     """
 
     request: Request
@@ -361,8 +361,8 @@ class Sequence:
     reached: list[int] = field(default_factory=list)
     audits: list[float] = field(default_factory=list)
     stats: RoundStats = field(default_factory=RoundStats)
+    shared: dict[Hashable, Any] = field(default_factory=dict)
     complete_stats: Callable[[], None] = lambda: None
-    refresh: Callable[[], None] = lambda: None
 
     @property
     def num_started(self) -> int:

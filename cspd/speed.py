@@ -89,8 +89,8 @@ def batch_at(engine: Engine, request: Request, known: int, num: int | None = Non
         iteration = iteration_at(before, known)
         known = int(before[iteration])
     # the time of a round does not depend on the values of tokens: whatever the slots hold will do
-    runner.clear()
     sequences = []
+    shared: dict = {}
     for slot in range(engine.num_slots if num is None else num):
         own = request.but(seed=slot)
         if runner.num_classes and request.label is not None:
@@ -101,6 +101,7 @@ def batch_at(engine: Engine, request: Request, known: int, num: int | None = Non
             slot=slot,
             key=method.round_key(own),
             uses=method.uses(own),
+            shared=shared,
             stats=RoundStats(guarantee=method.guarantee_of(own)),
         )
         sequences.append(sequence)

@@ -1065,6 +1065,13 @@ BUGS = [
         "test_engine.py::test_a_window_is_chosen_for_the_images_of_the_call",
     ),
     Bug(
+        "models of one family share CUDA graphs",
+        "cspd/engine.py",
+        "            own = Graphs(self.device, graphs)",
+        "            own = next(iter(self.runners.values())).graphs if self.runners else Graphs(self.device, graphs)",
+        "test_engine.py::test_models_share_slots_and_turns",
+    ),
+    Bug(
         "models of one family share a round",
         "cspd/engine.py",
         "key=(prepared.model, method.round_key(request))",
@@ -1074,7 +1081,7 @@ BUGS = [
     Bug(
         "an error of a model drops the requests to all",
         "cspd/engine.py",
-        "with self._dropping([batch[0].model], errors):",
+        "with self._dropping([ran], errors):",
         "with self._dropping(self.runners, errors):",
         "test_engine.py::test_an_error_of_a_model_is_its_own",
     ),
@@ -1084,6 +1091,20 @@ BUGS = [
         "        batch = self.running.pop(key)\n        self.running[key] = batch",
         "        batch = self.running[key]",
         "test_engine.py::test_no_model_keeps_another_one_waiting",
+    ),
+    Bug(
+        "what methods keep is not freed with the last sequence",
+        "cspd/engine.py",
+        "                sequence.shared.clear()",
+        "                pass",
+        "test_scheduler.py",
+    ),
+    Bug(
+        "a sequence that joins others does not know what methods keep of them",
+        "cspd/engine.py",
+        "                sequence.shared = batch[0].shared\n",
+        "                pass\n",
+        "test_scheduler.py",
     ),
     Bug(
         "an output goes to another stream",

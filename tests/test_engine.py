@@ -22,6 +22,7 @@ import timeline
 import torch
 from causals import CausalGolden
 from conftest import relative_error
+from graphs import replayed
 from toys import toy_mar, toy_models
 
 from cspd import Engine, MARModels, Request, VQModels, load, noise, terminal
@@ -401,8 +402,11 @@ def ran(engine):
     return rounds
 
 
-def test_models_share_slots_and_turns(several):
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_models_share_slots_and_turns(with_graphs, several, monkeypatch):
     """Images and statistics are those of each model alone. Two models of one family have rounds of their own."""
+    if with_graphs:
+        monkeypatch.setattr(cspd_engine, "Graphs", lambda device, enabled: replayed())
     engine = Engine(*several.values(), names=several, max_batch=4, device="cpu")
     results = SimpleQueue()
     begun = {added(engine, results, model): model for model in several}

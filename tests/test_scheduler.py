@@ -49,6 +49,20 @@ def test_kinds_of_rounds_take_turns(method):
     assert [scheduler.next() for _ in range(4)] == [guided, greedy] * 2
 
 
+def test_what_methods_keep_is_of_one_kind_and_goes_with_its_last_sequence():
+    first, second, third = sequences(3)
+    (other,) = sequences(1, cfg=1.0)
+    scheduler = scheduler_of(3, [first, other, second, third])
+    scheduler.admit()
+    first.shared["kept"] = 1
+    assert second.shared is first.shared and not other.shared
+    scheduler.release([first])
+    scheduler.admit()
+    assert third.shared == {"kept": 1}
+    scheduler.release([second, third])
+    assert first.shared == {}
+
+
 def test_dropping_a_model_frees_its_slots_and_leaves_the_others():
     first, second = sequences(3), sequences(3, cfg=1.0)
     for sequence in second:

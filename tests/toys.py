@@ -112,10 +112,10 @@ def runner_of(models: dict, num_slots: int, device: torch.device = CPU) -> VQRun
 def admitted(runner: VQRunner, request: Request, seeds: Iterable[int]) -> list[Sequence]:
     """Sequences of requests that differ in their seeds, about to run, in slots 0, 1, ..."""
     uses = find(request.method, "VQ").uses(request)
-    started = []
+    started, shared = [], {}
     for slot, seed in enumerate(seeds):
         own = replace(request, seed=seed)
-        started.append(Sequence(own, slot=slot, uses=uses))
+        started.append(Sequence(own, slot=slot, uses=uses, shared=shared))
     runner.admit(started)
     return started
 

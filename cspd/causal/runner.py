@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import types
 from collections import defaultdict
-from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from cspd import noise as philox_noise
 from cspd.causal.models import Causal, guidance_scale, sample_published
 from cspd.causal.registry import Autoencoder, defaults_of
-from cspd.continuous.rows import BASELINE, Rows, without_lost_noise
+from cspd.continuous.rows import BASELINE, Rows, show_costs, without_lost_noise
 from cspd.device import Precision, send, send_integers
 from cspd.graphs import Graphs
 from cspd.inpainting import Inpainting
@@ -58,7 +57,6 @@ class CausalRunner:
         null_first: float32 [slots, d], the end of the unconditional branch's own first token; own_null: bool [slots],
             whether there is one. Its noise is that of position L.
         order: int64 [slots, L], raster order. token_cost, audit: float32 [slots, L], as in `MARRunner`.
-        round_state: state that methods keep between rounds, by the key of their sequences.
     """
 
     family = "causal"
@@ -94,7 +92,6 @@ class CausalRunner:
         self.own_null = torch.zeros(num_slots, dtype=torch.bool, device=device)
         self.order = torch.arange(self.seq_len, device=device).repeat(num_slots, 1)
         self.token_cost, self.audit = torch.zeros(2, *shape, device=device)
-        self.round_state: dict[Hashable, dict] = defaultdict(dict)
 
         # rows 2s and 2s + 1 are the conditional and the unconditional branch of slot s
         self._first_inputs = torch.zeros(2 * num_slots, config.parallel_num, config.dim, device=device)
@@ -104,14 +101,6 @@ class CausalRunner:
     def adopt(self, other: CausalRunner) -> None:
         """Takes over the tuning of another model runner of the same models."""
         self.tuning = other.tuning
-
-    def forget(self, key: Hashable) -> None:
-        """Drops the state that methods keep for a key, when its last sequence is gone."""
-        self.round_state.pop(key, None)
-
-    def clear(self) -> None:
-        """Drops the state that methods keep for all sequences."""
-        self.round_state.clear()
 
     def check(self, request: Request, method: Method) -> Request:
         """The request with the target's and the method's defaults filled in.
@@ -318,7 +307,7 @@ class CausalRunner:
 
     def so_far(self, sequence: Sequence) -> tuple[Tensor, Tensor]:
         """(tokens [1, L, d], token costs [1, L]) of a running sequence: 0 and NaN for tokens not committed yet."""
-        sequence.refresh()
+        show_costs(self, sequence)
         tokens, token_cost, _ = self.results([sequence])
         is_open = torch.arange(self.seq_len, device=self.device) >= sequence.num_committed
         return tokens.masked_fill(is_open.unsqueeze(-1), 0), token_cost.masked_fill(is_open, torch.nan)

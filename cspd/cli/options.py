@@ -396,15 +396,10 @@ def on_ray(args: argparse.Namespace, divided: Callable, num: int) -> tuple[Shard
     # workers have other current folders
     for name in FILES:
         own[name] = _resolved(own.get(name))
-    return ray.make(
-        functools.partial(_divided_by, divided, argparse.Namespace(**own)),
-        num,
-        args.out,
-        overwrite=args.overwrite,
-        num_gpus=0 if args.device == "cpu" else ray.gpus_of_an_engine(),
-        num_cpus=args.threads or 1,
-        max_batch=args.max_batch,
-    )
+    num_gpus = 0 if args.device == "cpu" else ray.gpus_of_an_engine()
+    workers = ray.Workers(num_gpus, args.threads or 1, max_batch=args.max_batch)
+    prepare = functools.partial(_divided_by, divided, argparse.Namespace(**own))
+    return ray.make(prepare, num, args.out, workers, overwrite=args.overwrite)
 
 
 def _resolved(value: Any) -> Any:

@@ -78,7 +78,6 @@ class ContinuousRunner(ModelRunner, Protocol):
         tuning: a `cspd.continuous.tuning.HeadTuner`.
         tokens: float32 [slots, L, d]. order: int64 [slots, L], positions in generation order.
         token_cost, audit: float32 [slots, L], each token's cost, and its audited divergence.
-        round_state: state that methods keep between rounds, by the key of their sequences.
         compiled: whether chains run through torch.compile.
     """
 
@@ -92,7 +91,6 @@ class ContinuousRunner(ModelRunner, Protocol):
     order: Tensor
     token_cost: Tensor
     audit: Tensor
-    round_state: dict[Hashable, dict]
     compiled: bool
 
     def next_rows(self, batch: list[Sequence], limit: int | None = None) -> Rows:
@@ -120,6 +118,16 @@ MakeRunner = Callable[[Any, int, torch.device, Precision], ContinuousRunner]
 def full_conditions(runner: ContinuousRunner, batch: list[Sequence], rows: Rows) -> Tensor:
     """z of the rows [G, R, D] by the target's whole backbone."""
     return runner.conditions(batch, rows)
+
+
+def show_costs(runner: ContinuousRunner, sequence: Sequence) -> None:
+    """Writes the head calls of a running sequence's tokens to its slot, for a preview.
+
+    Only `cspd.continuous.speculate` counts them round by round. Those of tokens not yet generated mean nothing.
+    """
+    if "running" in sequence.shared:
+        record = sequence.shared["running"].record[sequence.slot]
+        runner.token_cost[sequence.slot] = (record != 0).sum(-1).float()
 
 
 # A sampler of the head draws the tokens of rows from their conditions z. Here it meets requests.

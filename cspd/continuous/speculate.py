@@ -30,17 +30,12 @@ class _Running:
         row = rows.slot * runner.seq_len + rows.position
         self.chains.start(owners, row, rows.seed, rows.position, z, rows.scale, rows.temperature)
         for sequence, count in zip(sequences, rows.counts):
-            sequence.refresh = functools.partial(self.show, runner, sequence.slot)
             sequence.iteration += 1
             sequence.num_under_way = count
             sequence.stats.iterations += 1
             sequence.stats.backbone_calls += 1
             sequence.stats.head_calls += 1
             sequence.stats.head_evaluations += count * len(z)
-
-    def show(self, runner: ContinuousRunner, slot: int) -> None:
-        """Writes the head calls of a slot's tokens for a preview; those of tokens not yet generated mean nothing."""
-        runner.token_cost[slot] = (self.record[slot] != 0).sum(-1).float()
 
     def advance(self, runner: ContinuousRunner, sequences: list[Sequence]) -> None:
         """Launches all chains, which belong to these sequences, and commits the tokens of those that ended."""
@@ -78,10 +73,10 @@ def run_round(
     request = batch[0].request
     if request.window == 0:
         return run_plain_round(runner, batch, watch, backbone=backbone)
-    round_state = runner.round_state[batch[0].key]
-    if "running" not in round_state:
-        round_state["running"] = _Running(runner, batch[0])
-    running = round_state["running"]
+    shared = batch[0].shared
+    if "running" not in shared:
+        shared["running"] = _Running(runner, batch[0])
+    running = shared["running"]
     idle = [s for s in batch if not s.num_under_way]
     if idle:
         rows = runner.next_rows(idle)

@@ -215,10 +215,10 @@ class HeadTuner(Tuner):
     @staticmethod
     def fitted(runner: ContinuousRunner, model: str, sequence: Sequence) -> Fitted:
         """The fits for a running sequence; they live as long as sequences of its settings."""
-        state = runner.round_state[sequence.key]
-        if ("fitted", model) not in state:
-            state["fitted", model] = Fitted(runner, model, sequence)
-        return state["fitted", model]
+        shared = sequence.shared
+        if ("fitted", model) not in shared:
+            shared["fitted", model] = Fitted(runner, model, sequence)
+        return shared["fitted", model]
 
     def head_times(self, guided: bool, again: bool = False) -> Times:
         """The times of the target's head, see `head_times`."""

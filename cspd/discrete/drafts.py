@@ -136,13 +136,13 @@ def run(
     Args:
         watch: times the forward passes. state: tensors that the work both reads and changes.
     """
-    key = sequences[0].key
-    before: Unread | None = runner.unread.pop(key, None)
+    shared = sequences[0].shared
+    before: Unread | None = shared.pop("unread", None)
     numbers = launch(runner, sequences, watch, work, state, before)
     most = numbers.shape[1] // 2 - 1  # 4 + 2 height columns: height + 1 tokens
     now = Unread(by_slot(sequences), Report(numbers), most)
     if runner.late:
-        runner.unread[key] = now
+        shared["unread"] = now
         if before is not None:
             _count(runner, before)
     else:

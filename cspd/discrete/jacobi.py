@@ -123,15 +123,7 @@ class Verdict(NamedTuple):
 
 
 def cached_windows(runner: VQRunner, path: int) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [slots, F] and Q [slots, F, V] of the windows, which last from round to round.
-
-    They are views of tensors for the largest window, allocated once on first use: graphs read them at fixed addresses.
-    """
-    if runner.windows is None:
-        size = (runner.num_slots, MOST_NODES - 1)
-        tokens = torch.zeros(size, dtype=torch.int64, device=runner.device)
-        Q = torch.zeros(*size, runner.config.vocab_size, device=runner.device)
-        runner.windows = (tokens, Q)
+    """Tokens int64 [slots, F] and Q [slots, F, V] of the windows, which last from round to round."""
     tokens, Q = runner.windows
     return tokens[:, :path], Q[:, :path]
 
@@ -201,13 +193,6 @@ def slide(
 # 4. Redraw. The samples along the first path are the next window: tokens that have converged stay as they are.
 
 
-def cached_nodes(runner: VQRunner) -> Tensor:
-    """The drafted nodes of the windows, int64 [slots, N], which last from round to round. Allocated on first use."""
-    if runner.nodes is None:
-        runner.nodes = torch.zeros(runner.num_slots, MOST_NODES, dtype=torch.int64, device=runner.device)
-    return runner.nodes
-
-
 def run_same_image(runner: VQRunner, batch: Batch) -> Tensor:
     """The round on the device; returns its `outcome`."""
     request = batch.request
@@ -227,7 +212,7 @@ def run_same_image(runner: VQRunner, batch: Batch) -> Tensor:
 
 def _draft_same_image(runner: VQRunner, batch: Batch, comb: Comb) -> Tensor:
     """Tokens int64 [B, N] of the root and of the nodes from the round before, or guesses for a new request."""
-    nodes = cached_nodes(runner)[batch.slot, : comb.shape.num_nodes - 1]
+    nodes = runner.nodes[batch.slot, : comb.shape.num_nodes - 1]
     guesses = _guesses(runner, batch, steps(comb.path, runner.device))
     guesses = functional.pad(guesses, (0, comb.siblings.numel()), value=-1)  # no siblings
     is_new = (batch.iteration == 0).unsqueeze(1)
@@ -270,13 +255,13 @@ def _redraw(
         left = without(nearby(Q, u), tokens[:, shallow])
         siblings = _likeliest_siblings(left, comb)
         nodes = torch.cat([tokens, siblings.flatten(1)], 1)
-    cached_nodes(runner)[batch.slot, : nodes.shape[1]] = nodes
+    runner.nodes[batch.slot, : nodes.shape[1]] = nodes
 
 
 def slide_by_one(runner: VQRunner, batch: Batch) -> None:
     """Moves the windows, which have no siblings, behind the one token that a round of baseline sampling commits."""
     path = batch.request.window
-    nodes = cached_nodes(runner)
+    nodes = runner.nodes
     guesses = _guesses(runner, batch, 1 + steps(path, runner.device))
     is_new = (batch.iteration == 0).unsqueeze(1)
     nodes[batch.slot, : path - 1] = torch.where(is_new, guesses[:, :-1], nodes[batch.slot, 1:path])
@@ -327,7 +312,7 @@ def run_jacobi_round(runner: VQRunner, sequences: list[Sequence], watch: Stopwat
     """
     request = sequences[0].request
     if request.coupling == "same-image":
-        return run(runner, sequences, watch, run_same_image, state=(cached_nodes(runner),))
+        return run(runner, sequences, watch, run_same_image, state=[runner.nodes])
     comb = comb_of(request.window, request.pd_k, request.pd_d, runner.device)
     return run(runner, sequences, watch, _verify_and_redraw, state=cached_windows(runner, comb.path))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -143,8 +144,6 @@ class VQRunner:
         num_committed: int64 [slots]. draft_calls: forward passes of draft models in this round.
         past: the target's features, an input of EAGLE's drafter.
         late: whether a round is counted only after the next one was launched.
-        unread: the rounds not counted yet, by the sequences' key.
-        windows, nodes: state of Jacobi methods, see `cspd.discrete.jacobi.cached_windows` and `cached_nodes`.
     """
 
     family = "VQ"
@@ -199,23 +198,26 @@ class VQRunner:
         self._caches: dict[str, KVCache] = {}
         self._encode_once = remembered(self._encode)
 
-        # what methods leave from round to round
-        self.unread: dict[Hashable, Any] = {}
         self.late = device.type == "cuda"
-        self.windows: tuple[Tensor, Tensor] | None = None
-        self.nodes: Tensor | None = None
 
     def adopt(self, other: VQRunner) -> None:
         """Takes over the measurements of another model runner of the same models."""
         self.tuning = other.tuning
 
-    def forget(self, key: Hashable) -> None:
-        """Drops the uncounted round of the sequences of one key, after all of them have left."""
-        self.unread.pop(key, None)
+    # What Jacobi methods keep of each slot from round to round, for the largest window. It is allocated once, on first
+    # use: graphs read it at fixed addresses.
 
-    def clear(self) -> None:
-        """Drops the uncounted rounds of all sequences."""
-        self.unread.clear()
+    @functools.cached_property
+    def windows(self) -> tuple[Tensor, Tensor]:
+        """The windows' tokens int64 [slots, W], and the distributions Q [slots, W, V] that they follow."""
+        size = (self.num_slots, MOST_NODES - 1)
+        tokens = torch.zeros(size, dtype=torch.int64, device=self.device)
+        return tokens, torch.zeros(*size, self.config.vocab_size, device=self.device)
+
+    @functools.cached_property
+    def nodes(self) -> Tensor:
+        """The drafted nodes of the windows, int64 [slots, N]."""
+        return torch.zeros(self.num_slots, MOST_NODES, dtype=torch.int64, device=self.device)
 
     def check(self, request: Request, method: Method) -> Request:
         """The request with the target's and the method's defaults filled in.

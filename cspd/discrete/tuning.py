@@ -405,12 +405,13 @@ def whole_images(runner: VQRunner, method: Method, request: Request, advance: Ad
 
 def _begun(runner: VQRunner, request: Request, method: Method = SPECULATIVE) -> list[Sequence]:
     """Starts a sequence of a resolved request in every slot."""
-    runner.clear()
     sequences = []
+    shared: dict = {}
     for slot in range(runner.num_slots):
         own = request.but(seed=slot, known=None)
         if runner.num_classes:  # classes differ between slots; a prompt is the same in all
             own = own.but(label=slot % runner.num_classes)
-        sequences.append(Sequence(own, slot=slot, key=method.round_key(own), uses=method.uses(own)))
+        key, uses = method.round_key(own), method.uses(own)
+        sequences.append(Sequence(own, slot=slot, key=key, uses=uses, shared=shared))
     runner.admit(sequences)
     return sequences

@@ -403,7 +403,6 @@ class Caches:
     """The caches of sequences, in slots. Requests that need caches of the same shape share them, in different slots.
 
     Attributes:
-        shape: of the requests that they serve, see `_shape`.
         num_branches: 2 if the unconditional branch has its own cache. cache: of the transformer, branches x slots.
         distance: float32 [slots, L + 1, D], the unconditional branch's last hidden state minus the conditional one, by
             position, with an entry for padding; None if it is not reused.
@@ -412,8 +411,7 @@ class Caches:
 
     def __init__(self, runner: MARRunner, request: Request) -> None:
         model, num_slots = runner.target, runner.num_slots
-        self.shape = _shape(request)
-        self.num_branches, has_distance, _ = self.shape
+        self.num_branches, has_distance, _ = _shape(request)
         self.cache = Cache.empty(model, self.num_branches * num_slots, _kept_as(runner, request), runner.device)
         self.distance = None
         if has_distance:
@@ -451,7 +449,7 @@ def bytes_per_slot(runner: MARRunner, request: Request) -> int:
 
 def resolve(request: Request, runner: MARRunner) -> Request:
     """The unchanged request; raises ValueError if it needs new caches that would not fit into memory."""
-    if _shared(runner, request) is None:
+    if _shape(request) not in runner.caches:
         num_bytes = bytes_per_slot(runner, request)
         check_fits(num_bytes, runner.num_slots, " with backbone='cached'", "use backbone='full'", runner.device)
     return request
@@ -628,21 +626,14 @@ EVALUATIONS: dict[str, Callable[..., Tensor]] = {
 
 def _caches(runner: MARRunner, batch: list[Sequence]) -> Caches:
     """The caches of a batch. They are freed with the last key that uses them, or never if CUDA graphs read them."""
-    round_state, request = runner.round_state[batch[0].key], batch[0].request
-    if "caches" not in round_state:
-        round_state["caches"] = _shared(runner, request) or Caches(runner, request)
+    shared, request = batch[0].shared, batch[0].request
+    if "caches" not in shared:
+        shape = _shape(request)
+        caches = runner.caches.get(shape) or Caches(runner, request)
+        shared["caches"] = runner.caches[shape] = caches
         if runner.graphs.enabled:
-            runner.graphs.lasting["caches", _shape(request)] = round_state["caches"]
-    return round_state["caches"]
-
-
-def _shared(runner: MARRunner, request: Request) -> Caches | None:
-    """Existing caches that a request can use, or None."""
-    shape = _shape(request)
-    for round_state in runner.round_state.values():
-        if "caches" in round_state and round_state["caches"].shape == shape:
-            return round_state["caches"]
-    return runner.graphs.lasting.get(("caches", shape))
+            runner.graphs.lasting["caches", shape] = caches
+    return shared["caches"]
 
 
 def _committed_after(sequence: Sequence, num_iterations: int, seq_len: int) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import types
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, MutableMapping
 from collections.abc import Sequence as Several
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from cspd import kernels
 from cspd import noise as philox_noise
-from cspd.continuous.rows import Rows, without_lost_noise
+from cspd.continuous.rows import Rows, show_costs, without_lost_noise
 from cspd.device import Precision, check_fits, send, send_integers
 from cspd.graphs import Graphs
 from cspd.graphs import compiled as by_compiler
@@ -84,7 +85,7 @@ class MARRunner:
         label: int64 [slots], classes; the number of classes for unconditional images.
         token_cost: float32 [slots, L], the cost of each token, for heat maps; each method defines its meaning.
         audit: float32 [slots, L], nats, the audited divergence of each token, if an audit is asked for.
-        round_state: state that methods keep between rounds, by the key of their sequences.
+        caches: those of the cached backbone that sequences in flight use, by shape.
         classes: by model, float32 [classes + 1, D], embeddings of its classes, and last of the null class (label None).
     """
 
@@ -133,20 +134,12 @@ class MARRunner:
         self.label = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.token_cost = torch.zeros(shape, device=device)
         self.audit = torch.zeros(shape, device=device)
-        self.round_state: dict[Hashable, dict] = defaultdict(dict)
+        self.caches: MutableMapping[Hashable, Any] = WeakValueDictionary()
         self._posterior = remembered(self._encode)  # one image is often given for many seeds
 
     def adopt(self, other: MARRunner) -> None:
         """Takes over the tuning of another model runner of the same models."""
         self.tuning = other.tuning
-
-    def forget(self, key: Hashable) -> None:
-        """Drops the state that methods keep for a key, when its last sequence is gone."""
-        self.round_state.pop(key, None)
-
-    def clear(self) -> None:
-        """Drops the state that methods keep for all sequences."""
-        self.round_state.clear()
 
     def check(self, request: Request, method: Method) -> Request:
         """The request with the target's and the method's defaults filled in.
@@ -389,7 +382,7 @@ class MARRunner:
 
     def so_far(self, sequence: Sequence) -> tuple[Tensor, Tensor]:
         """(tokens [1, L, d], token costs [1, L]) of a running sequence: 0 and NaN for tokens not committed yet."""
-        sequence.refresh()
+        show_costs(self, sequence)
         tokens, token_cost, _ = self.results([sequence])
         # slots may hold drafts that were rejected
         tokens[:, self.order[sequence.slot, sequence.num_started :]] = 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import relative_error
-from lazy import KEY, QUICK, engine, started, toy_model  # noqa: F401 - fixtures
+from lazy import QUICK, engine, started, toy_model  # noqa: F401 - fixtures
 
 from cspd import Request
 from cspd import device as cspd_device
@@ -120,7 +120,7 @@ def test_refreshes_are_full_and_lazy_ones_near(cfg, reuse_null, model):
                 assert 1e-4 < error < 1 if name == "lazy" else error < 1e-4
             for sequence, name in zip(batch, kinds):
                 if name != "full":
-                    committed = runner.round_state[KEY]["caches"].committed[sequence.slot]
+                    committed = everyone[0].shared["caches"].committed[sequence.slot]
                     assert committed == sequence.num_committed
             advance(runner, batch, rows, full)
     assert kinds_together == {1, 2, 3}
@@ -206,7 +206,7 @@ def test_nothing_is_left_of_an_earlier_sequence(model):
     outcomes = []
     for damage in (False, True):
         runner, batch = started(model, [Request(i, seed=i, **QUICK) for i in range(2)])
-        caches = runner.round_state[KEY]["caches"] = Caches(runner, batch[0].request)
+        caches = batch[0].shared["caches"] = Caches(runner, batch[0].request)
         if damage:
             for tensor in tensors_of(caches):
                 tensor.fill_(torch.nan)
@@ -254,8 +254,9 @@ def test_requests_share_caches(model, monkeypatch):
     outputs = {}
     for _ in range(8):  # a round of each of two keys in turn, until both have caches
         outputs |= served.step()
-    first, second = (state["caches"] for state in served.runner.round_state.values())
+    first, second = (batch[0].shared["caches"] for batch in served.scheduler.running.values())
     assert first is second
+    del first, second
     unguided = requests[0].but(cfg=1.0)  # without guidance, caches have another shape
     with monkeypatch.context() as small:
         small.setattr(cspd_device, "free_bytes", lambda device: 2 * bytes_per_slot(served.runner, unguided) - 1)
@@ -265,7 +266,7 @@ def test_requests_share_caches(model, monkeypatch):
         assert served.resolve(Request(0, method="ar")).method == "ar"
     while len(outputs) < len(requests):
         outputs |= served.step()
-    assert not served.runner.round_state
+    assert not served.runner.caches  # they are freed with the last one
     for ticket, request in zip(tickets, requests):
         assert relative_error(tokens_of(model, [request], max_batch=1)[0], outputs[ticket].tokens) < 1e-3
 

@@ -348,7 +348,6 @@ def test_images_do_not_depend_on_the_batch(max_batch, target, draft):
         assert output.stats.by_rank == alone.stats.by_rank
         assert torch.equal(output.token_cost.nan_to_num(9), alone.token_cost.nan_to_num(9))
     assert num_different <= 1
-    assert not engine.runner.round_state  # it is dropped with the last sequence
 
 
 def test_both_chains_may_speculate(target, draft):
