@@ -480,7 +480,8 @@ def curves(panels: Sequence[Curves]) -> list[bytes]:
         for name, (x, y) in panel.lines.items():
             axes.plot(x, y, "o-", label=name, color=colours[name], alpha=0.8, markersize=4)
         axes.set(xlabel=panel.x, ylabel=panel.y)
-        axes.set_ylim(bottom=0)
+        highest = max(max(y) for _, y in panel.lines.values())
+        axes.set_ylim(0, 1.1 * highest or 1)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=SMALL)
         content = io.BytesIO()
