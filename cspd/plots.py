@@ -1,11 +1,11 @@
-"""Grids of images, heat maps, and scatter plots of speed and quality."""
+"""Grids of images, heat maps, scatter plots of speed and quality, and curves."""
 
 from __future__ import annotations
 
 import io
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -324,14 +324,14 @@ def speed_quality(panels: Sequence[Panel], image_format: str = "png") -> list[by
     Returns:
         The content of a file for each panel.
     """
-    # a line has the same colour in all panels
-    palette = (*color_sequences["tab10"], *color_sequences["Dark2"])  # dark enough to read
-    colours: dict[str, ColorType] = {}
-    for panel in panels:
-        for point in panel.points:
-            free = palette[len(colours) % len(palette)]
-            colours.setdefault(point.line, free)
+    colours = _colours(point.line for panel in panels for point in panel.points)
     return [_plotted(panel, colours, image_format) for panel in panels]
+
+
+def _colours(names: Iterable[str]) -> dict[str, ColorType]:
+    """A colour for each line, the same in all panels."""
+    palette = (*color_sequences["tab10"], *color_sequences["Dark2"])  # dark enough to read
+    return {name: palette[i % len(palette)] for i, name in enumerate(dict.fromkeys(names))}
 
 
 def _plotted(panel: Panel, colours: Mapping[str, ColorType], image_format: str) -> bytes:
@@ -459,3 +459,32 @@ def _label(axes: Axes, point: PlotPoint, offset: tuple[int, int], colour: ColorT
     )
     label.set_in_layout(False)  # the frame keeps its size
     return label
+
+
+class Curves(NamedTuple):
+    """A plot of curves: the names of its axes, with their units, and the x and y of each curve by its name."""
+
+    x: str
+    y: str
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+
+
+@rc_context({"text.parse_math": False})
+def curves(panels: Sequence[Curves]) -> list[bytes]:
+    """Plots of curves from y = 0 on, a colour for every name of all panels: the content of a PNG for each panel."""
+    colours = _colours(name for panel in panels for name in panel.lines)
+    contents = []
+    for panel in panels:
+        figure = Figure(figsize=SIZE, dpi=RESOLUTION, layout="constrained")
+        axes = figure.subplots()
+        for name, (x, y) in panel.lines.items():
+            axes.plot(x, y, "o-", label=name, color=colours[name], alpha=0.8, markersize=4)
+        axes.set(xlabel=panel.x, ylabel=panel.y)
+        highest = max(max(y) for _, y in panel.lines.values())
+        axes.set_ylim(0, 1.1 * highest or 1)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=SMALL)
+        content = io.BytesIO()
+        figure.savefig(content, format="png")
+        contents.append(content.getvalue())
+    return contents

@@ -386,6 +386,27 @@ BUGS = [
         "own.sum()",
         "masked/test_cspd.py",
     ),
+    Bug(
+        "eq. 35 without the token after the accepted ones",
+        "cspd/comparison/compare.py",
+        "for i in range(gamma + 1))",
+        "for i in range(1, gamma + 1))",
+        "comparison/test_compare.py::test_the_expected_speed_up_is_that_of_the_process_it_describes",
+    ),
+    Bug(
+        "a row's speed is measured against another batch size",
+        "cspd/comparison/study.py",
+        "wanted = request, (*files[:-1], row.engine.num_slots)",
+        "wanted = request, files[:-1]",
+        "comparison/test_study.py::test_rows_of_another_batch_size_have_their_own_baseline",
+    ),
+    Bug(
+        "all repeats have the scores of the first",
+        "cspd/comparison/compare.py",
+        "for begin in range(0, len(images), num):",
+        "for begin in [0] * repeats:",
+        "comparison/test_compare.py::test_repeats_have_other_seeds_and_their_own_scores",
+    ),
     # rules for drafted VQ tokens
     Bug(
         "the residual ignores what was accepted",

@@ -40,10 +40,12 @@ def full_report():
         row("cool-sd:delta=2", guarantee="bounded", **bounded),
         row("a|b <i>&", method="cspd", guarantee="heuristic", fid=8.0, accuracy=0.25),
     ]
+    for each in rows:
+        each["speed_baseline"] = "ar"
     model = {"role": "target", "file": "t.safetensors", "sha256": "e" * 64, "bytes": 1, "parameters": 1_250_000}
     models = [model | {"configurations": [each["name"] for each in rows]}]
     models.append(model | {"role": "draft", "file": "d.safetensors", "configurations": ["a|b <i>&"]})
-    about = {"schema": "x", "images": 12, "first_seed": 5, "labels": [3, 4], "max_batch": 4, "turns": 3}
+    about = {"schema": "x", "images": 12, "first_seed": 5, "labels": [3, 4], "max_batch": 4, "turns": 3, "repeats": 1}
     reference = {"name": "r.npz", "fingerprint": "f" * 64}
     content = about | {
         "rows": rows,

@@ -89,12 +89,12 @@ from cspd.evaluation.run import (
 from cspd.evaluation.scores import num_splits
 from cspd.files import Place, checked_json, place_of, write_json
 from cspd.method import METHODS
-from cspd.option import BUNDLED, DEFAULTS, option_names
+from cspd.option import BUNDLED, DEFAULTS, check_integer, option_names
 from cspd.origin import file_fingerprint, model_line, models_of, what_ran
 from cspd.request import Request
 from cspd.runs import Store, differences, files_told
 from cspd.summary import SUMMARY, measured_lines
-from cspd.terminal import if_stopped, progress_bar
+from cspd.terminal import MOST, if_stopped, progress_bar
 
 # The report of `cspd evaluate` as text.
 
@@ -263,9 +263,10 @@ def run_compare(args: argparse.Namespace) -> None:
     evaluation = how_to_evaluate(args, rows)._replace(clip=args.clip)
     subjects = prompts or class_numbers(settings["labels"], rows[0].engine)
     num = settings["num"]
+    check_integer("--num times --repeats", num * args.repeats, 1, MOST, "each repeat has its own images")
 
     def progress() -> str:
-        chunks_per_row = -(-num // settings["max_batch"])
+        chunks_per_row = -(-num * args.repeats // settings["max_batch"])
         total = len(rows) * chunks_per_row
         return files_told(args.out, f"{CHUNKS}/*.npz", total, "chunks of images")
 
@@ -277,6 +278,7 @@ def run_compare(args: argparse.Namespace) -> None:
             store,
             evaluation,
             seed=settings["seed"],
+            repeats=args.repeats,
             overwrite=args.overwrite,
             command=args.line,
         )

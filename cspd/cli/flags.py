@@ -95,6 +95,8 @@ configuration per value, and two lists mean one per pair:
       gamma: [8, 16]
     - method: ar
       seed: 1000          # other seeds than the rest: shows how much the numbers vary by chance
+      max_batch: [1, 8]   # another batch size, compared with ar of the same
+      paper: {fid: 1.55}  # a paper's numbers, shown beside ours; of lists, one per configuration
     - name: the draft model alone
       method: ar
       checkpoint: draft.safetensors     # also arch, vae, draft_checkpoint, eagle: its own models
@@ -399,6 +401,8 @@ def _compare(parser: Parser) -> None:
     _add_subjects(group, CLASSES_HELP)
     group.add_argument("--num", type=count, metavar="N", help="number of images per configuration (default: 20)")
     group.add_argument("--seed", type=seed, metavar="N", help="image i has seed N + i (default: 0)")
+    text = "repeat N times with other seeds, and report means and standard deviations over the repeats (default: 1)"
+    group.add_argument("--repeats", type=count, default=1, metavar="N", help=text)
     group.add_argument("--max-batch", type=count, metavar="N", help="images generated at once (default: 4)")
     _add_out(group, "comparison")
     group = _add_quality(parser)

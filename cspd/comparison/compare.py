@@ -23,13 +23,17 @@ from cspd.comparison.study import (
     Configuration,
     InterleavedRuns,
     baselines,
+    own_batch,
     settings_of,
+    speed_baseline,
+    summed,
     taking_turns,
 )
 from cspd.device import spread
+from cspd.engine import Engine
 from cspd.evaluation import metrics
 from cspd.evaluation.images import ImageList, Subject, are_texts, cycle_of, in_turn
-from cspd.evaluation.metrics import NO_MODEL, Clip, Reference, mean_and_error
+from cspd.evaluation.metrics import NO_MODEL, Clip, Extracted, Reference, mean_and_error
 from cspd.evaluation.scores import (
     LEAST_INTERVAL,
     LEAST_PAIRS,
@@ -41,7 +45,7 @@ from cspd.evaluation.scores import (
     standard_error,
     statistics_of,
 )
-from cspd.method import guarantee_of
+from cspd.method import guarantee_of, method_of
 from cspd.origin import models_of, what_ran
 from cspd.request import Request
 from cspd.runs import Store
@@ -144,6 +148,7 @@ def compare(
     evaluation: Evaluation = NO_EVALUATION,
     *,
     seed: int = 0,
+    repeats: int = 1,
     overwrite: bool = False,
     progress: bool = True,
     command: str | None = None,
@@ -161,19 +166,22 @@ def compare(
             ends.
         evaluation: how the images are evaluated.
         seed: of the first image, unless a row has its own; the next image has the next seed.
+        repeats: generates so many times `num` images, with other seeds each time. The report is on all of them, and has
+            the means and standard deviations over the repeats.
         overwrite: replace another run in the folder.
         command: the command line, which the report names.
 
     Returns:
-        A JSON-able report, see docs/compare.md, and the images of each row, uint8 [num, H, W, 3].
+        A JSON-able report, see docs/compare.md, and the images of each row, uint8 [num * repeats, H, W, 3].
 
     Raises:
         ValueError: a request is invalid, an engine lacks an autoencoder, or as `Store.claim`.
     """
     how: dict[str, Any] = {"overwrite": overwrite, "timed": TIMED, "progress": progress}
-    with taking_turns(rows, subjects, [num], seed, store, **how) as runs:
-        chunks = runs.make(num)
-    report, images, _ = report_of(rows, runs.plans, chunks, subjects, seed, evaluation, progress)
+    ends = [num * (i + 1) for i in range(repeats)]
+    with taking_turns(rows, subjects, ends, seed, store, **how) as runs:
+        chunks = runs.make(num * repeats)
+    report, images, _ = report_of(rows, runs.plans, chunks, subjects, seed, evaluation, progress, repeats)
     report["ran"] = ran_by(rows, command)
     return report, images
 
@@ -201,6 +209,7 @@ def report_of(
     seed: int,
     evaluation: Evaluation,
     progress: bool = True,
+    repeats: int = 1,
 ) -> tuple[dict, list[np.ndarray], list[dict[str, Score]]]:
     """The report on the chunks of rows, the images of each row, and the scores of each, by name."""
     images = []
@@ -214,6 +223,7 @@ def report_of(
         "labels": list(subjects),
         "max_batch": rows[0].engine.num_slots,
         "turns": len(chunks[0]),
+        "repeats": repeats,
         "baseline": rows[0].name,
         "space": evaluation.space,
         "reference": reference and {"name": reference.name, "fingerprint": reference.fingerprint},
@@ -226,9 +236,14 @@ def report_of(
     for same_seeds, _ in against:
         paired.append(None if same_seeds is None else rows.index(same_seeds))
     for row, plan, made, own, base in zip(rows, plans, chunks, images, paired):
-        entry = speed_of(row, plan, made, chunks[0])
+        speed_base = rows.index(speed_baseline(row, rows))
+        entry = speed_of(row, plan, made, chunks[speed_base], rows[speed_base])
         entry |= dict.fromkeys(MEASURED_LATER)
-        entry["settings"] = settings_of(plan)
+        entry["paper"] = dict(row.paper) or None
+        entry["repeats"] = None
+        if repeats > 1:
+            entry["repeats"] = {"alpha": _over_repeats(_alphas(made, repeats))}
+        entry["settings"] = settings_of(plan) | own_batch(row, rows)
         if row.seed is not None:
             entry["settings"]["seed"] = row.seed
         entry["pixel_difference"] = entry["worst_images"] = None
@@ -314,20 +329,54 @@ def _worst(differences: np.ndarray) -> list[dict]:
     return found
 
 
-def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks: list[Chunk]) -> dict:
-    """The speed of a row, with its spread over turns of the usual size, and its costs."""
-    largest = max(len(chunk.images) for chunk in chunks)
-    size = min(row.engine.num_slots, largest)
+def _alphas(chunks: Sequence[Chunk], repeats: int) -> list[float | None]:
+    """The acceptance rate of each repeat's images."""
+    costs = [cost for chunk in chunks for cost in chunk.costs]
+    num = len(costs) // repeats
+    return [_alpha(costs[begin : begin + num]) for begin in range(0, num * repeats, num)]
+
+
+def _alpha(costs: Sequence[dict]) -> float | None:
+    """Accepted over verified drafts of images."""
+    verified = sum(cost["judged"] for cost in costs)
+    return sum(cost["accepted"] for cost in costs) / verified if verified else None
+
+
+def _over_repeats(values: Sequence[float | None]) -> dict | None:
+    """The values of repeats, their mean, and their standard deviation; None unless all repeats have a value."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None
+    return {"values": known, "mean": statistics.fmean(known), "sd": statistics.stdev(known)}
+
+
+def _full_turns(row: Configuration, chunks: list[Chunk]) -> dict[int, Chunk]:
+    """The turns of the usual size, by number."""
     # shorter turns, and those that a wider engine ran, say nothing of the speed with this batch size
-    turns = [(own, base) for own, base in zip(chunks, base_chunks) if len(own.images) == size]
+    size = min(row.engine.num_slots, max(len(chunk.images) for chunk in chunks))
+    return {i: chunk for i, chunk in enumerate(chunks) if len(chunk.images) == size}
+
+
+def speed_of(
+    row: Configuration,
+    plan: Request,
+    chunks: list[Chunk],
+    base_chunks: list[Chunk],
+    base: Configuration | None = None,
+) -> dict:
+    """The speed of a row, with its spread over turns of the usual size, and its costs.
+
+    `base`: the row that its speed is measured against, and whose chunks are `base_chunks`; by default the row itself.
+    """
+    base = base or row
+    base_turns = _full_turns(base, base_chunks)
+    turns = [(own, base_turns[i]) for i, own in _full_turns(row, chunks).items() if i in base_turns]
     guarantee = guarantee_of(plan)
     costs = []
     for chunk in chunks:
         costs += chunk.costs
     seconds = [own.seconds for own, _ in turns]
     lengths = _lengths(costs)
-    verified = sum(cost["judged"] for cost in costs)
-    accepted = sum(cost["accepted"] for cost in costs)
     bound = {"bound": None, "bound_ci95": None}
     if guarantee == "bounded":
         bound = _mean_bound(costs)
@@ -347,20 +396,23 @@ def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks
         "seconds": seconds,
         "latency": statistics.fmean(seconds),
         "latency_sd": _deviation(seconds),
-        "images_per_second": spread([size / own for own in seconds]),
-        "speed_up": spread([base.seconds / own.seconds for own, base in turns]),
+        "speed_baseline": base.name,
+        "images_per_second": spread([len(own.images) / own.seconds for own, _ in turns]),
+        "speed_up": spread([_images_per_second(own) / _images_per_second(other) for own, other in turns]),
         "first_timestep": plan.first_timestep,
         "window": plan.window,
         "head_calls_per_token": mean("head_calls_per_token") or None,
         "backbone_calls": mean("backbone_calls"),
         LAZY: mean(LAZY) or None,
         "draft_backbone_calls": mean("draft_backbone_calls") or None,
-        "alpha": accepted / verified if verified else None,
+        "alpha": _alpha(costs),
+        **_expected(plan, row.engine, _alpha(costs), turns),
         "step_compression": float(lengths.mean()) if len(lengths) else None,
         "step_compression_sd": _deviation(lengths),
         **bound,
         **near,
         **measured_intervals,
+        **_acceptance(chunks),
         "peak_bytes": max(own.peak_bytes for own, _ in turns),
     }
 
@@ -368,6 +420,72 @@ def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks
 def _deviation(values: Sequence[float] | np.ndarray) -> float | None:
     """The standard deviation of a sample; None if it has fewer than two values."""
     return float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
+def _images_per_second(chunk: Chunk) -> float:
+    return len(chunk.images) / chunk.seconds
+
+
+def _acceptance(chunks: Sequence[Chunk]) -> dict:
+    """Where drafts were accepted, see `RoundStats`, and the candidates per rejected draft; None if there is no such."""
+    counts = [chunk.counts for chunk in chunks]
+    if None in counts:  # of an older version
+        return dict.fromkeys(("by_rank", "committed", "resample_tries"))
+    total = summed(counts)  # type: ignore[arg-type]
+    costs = [cost for chunk in chunks for cost in chunk.costs]
+    rejected = sum(cost["judged"] - cost["accepted"] for cost in costs)
+    tries = total["resample_tries"]
+    return {
+        "by_rank": total["by_rank"] if any(total["by_rank"]) else None,
+        "committed": total["committed"] or None,
+        "resample_tries": tries / rejected if tries else None,
+    }
+
+
+# The expected speed-up by a draft model: Leviathan et al. (arXiv 2211.17192), Theorem 3.8, which is CSpD's eq. 35.
+
+
+def expected_speed_up(alpha: float, gamma: int, cost_ratio: float) -> float:
+    """The expected speed-up over the target alone, which makes a token per run.
+
+    A round drafts gamma tokens, each accepted with probability alpha independently of the others, and commits those
+    before the first rejection and one more. It takes gamma runs of the draft model and one of the target, whatever the
+    number of tokens that the target verifies.
+
+    Args:
+        cost_ratio: c, the time of a run of the draft model over that of a run of the target.
+    """
+    expected_tokens = sum(alpha**i for i in range(gamma + 1))  # (1 - alpha^(gamma + 1)) / (1 - alpha)
+    return expected_tokens / (gamma * cost_ratio + 1)
+
+
+def _expected(
+    plan: Request, engine: Engine, alpha: float | None, turns: Sequence[tuple[Chunk, Chunk]]
+) -> dict[str, float | None]:
+    """The speed-up that eq. 35 expects of a draft model, and its cost ratio c, as these turns measured it.
+
+    None without a draft model, and if the baseline makes several tokens per run, which is another comparison.
+    """
+    nothing = dict.fromkeys(("cost_ratio", "expected_speed_up"))
+    if alpha is None or method_of(plan).needs != "draft model":
+        return nothing
+    costs, base_costs = [], []
+    for own, base in turns:
+        costs += own.costs
+        base_costs += base.costs
+
+    def total(of: Sequence[dict], name: str) -> float:
+        return sum(cost.get(name, 0) for cost in of)
+
+    draft_runs, base_runs = total(costs, "draft_backbone_calls"), total(base_costs, "backbone_calls")
+    family: Any = plan.family
+    is_token_by_token = base_runs == engine.runners[family].seq_len * len(base_costs)
+    seconds = total(costs, "draft_seconds"), total(base_costs, "target_seconds")
+    if not (is_token_by_token and all(seconds)):  # older files lack the seconds
+        return nothing
+    cost_ratio = (seconds[0] / draft_runs) / (seconds[1] / base_runs)
+    gamma: Any = plan.gamma
+    return {"cost_ratio": cost_ratio, "expected_speed_up": expected_speed_up(alpha, gamma, cost_ratio)}
 
 
 def _mean_bound(costs: list[dict]) -> dict:
@@ -422,6 +540,8 @@ def _add_quality(
                 missing[name] = reasons[name]
         scores.append(own)
         features.append(extracted.features)
+        if report["repeats"] > 1:
+            entry["repeats"] |= _scores_over_repeats(report["repeats"], extracted, row_images, labels, reference, how)
 
     bases = [[None if base is None else rows.index(base) for base in each] for each in against]
     if report["images"] < LEAST_PAIRS:
@@ -434,6 +554,31 @@ def _add_quality(
                     entry[base_name] = rows[base].name
     _add_verdicts(report["rows"], scores, bases)
     return scores
+
+
+def _scores_over_repeats(
+    repeats: int,
+    extracted: Extracted,
+    images: np.ndarray,
+    labels: Sequence[Any] | None,
+    reference: Reference | None,
+    how: dict,
+) -> dict:
+    """`QUALITIES` of each repeat's images, with their mean and standard deviation; None if they have none."""
+    values: dict[str, list[float | None]] = {name: [] for name in QUALITIES}
+    num = len(images) // repeats
+    for begin in range(0, len(images), num):
+        own = slice(begin, begin + num)
+        scores, _ = metrics.scores_of(
+            _image_list(images[own]),
+            reference=reference,
+            labels=None if labels is None else labels[own],
+            extracted=extracted.of(own),
+            **how,
+        )
+        for name, found in values.items():
+            found.append(scores[name].value if name in scores else None)
+    return {name: _over_repeats(found) for name, found in values.items()}
 
 
 def _add_verdicts(

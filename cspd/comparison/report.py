@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image
 from tabulate import tabulate
 
+from cspd.comparison.study import OWN_RUN, PUBLISHED
 from cspd.evaluation.images import are_texts, in_turn
 from cspd.evaluation.metrics import titled
 from cspd.evaluation.scores import student_limit
@@ -24,7 +25,7 @@ from cspd.files import link_of, write_bytes, write_json
 from cspd.method import GUARANTEES
 from cspd.origin import model_line
 from cspd.pixels import png_of
-from cspd.plots import Panel, PlotPoint, beside, seed_grid, speed_quality, stacked
+from cspd.plots import Curves, Panel, PlotPoint, beside, curves, seed_grid, speed_quality, stacked
 
 # The report of `cspd compare` as text, Markdown and CSV.
 
@@ -52,6 +53,15 @@ COLUMNS = [
         "Seconds of a turn, which has {max_batch} images at once, decoding included: mean{deviation}.",
     ),
     Column("speed_up", "speed-up", ".2f", "Relative to {baseline}, turn by turn: median (min..max)."),
+    Column(
+        "expected_speed_up",
+        "by eq. 35",
+        ".2f",
+        "The speed-up that CSpD's eq. 35 expects of alpha, gamma and the cost ratio c, see below.",
+    ),
+    Column(
+        "cost_ratio", "c", ".2f", "Time of a run of the draft model, relative to one of the target in the baseline."
+    ),
     Column(
         "first_timestep",
         "first timestep",
@@ -85,6 +95,7 @@ COLUMNS = [
         "VQ tokens committed per forward pass of the target: mean over the images{deviation}.",
     ),
     Column("alpha", "alpha", ".3f", "Acceptance rate: accepted drafts divided by verified drafts."),
+    Column("resample_tries", "tries", ".1f", "Candidates of the residual distribution per rejected draft."),
     Column(
         "accuracy", "class acc.", ".3f", "Fraction of the images that the classifier assigns to their class{interval}."
     ),
@@ -150,11 +161,39 @@ COLUMNS = [
         "What differs from baseline sampling, of the features' distribution and the scores, at 95 %.",
     ),
 ]
+REPEATED = ("alpha", "accuracy", "fid", "inception_score")  # have a mean over repeats
+
+
+def _with_others(columns: Sequence[Column]) -> list[Column]:
+    """The columns, each followed by a paper's number and by the mean over repeats, if there may be such."""
+    found = []
+    for column in columns:
+        key, title, form, _ = column
+        found.append(column)
+        if key in REPEATED:
+            mean_title = f"mean {title.replace('{images}', '{per_repeat}')}"
+            meaning = "Mean and standard deviation over {repeats} repeats of {per_repeat} images."
+            found.append(Column(f"repeats.{key}", mean_title, form, meaning))
+        if key in PUBLISHED:
+            published = f"published {title.removesuffix('-{images}')}"
+            found.append(Column(f"paper.{key}", published, form, "The number in the paper, of its own models."))
+    return found
+
+
+COLUMNS = _with_others(COLUMNS)
 # the columns that have an interval, as {key}_ci95
 INTERVALS = ("accuracy", "fid", "inception_score", "clip_score", "clip_difference", "bound", "difference", "audit")
 INTERVAL = " [95 % interval]"
 DEVIATION = " ± standard deviation"
 WIDTH = 120  # of the table and the notes in a terminal
+
+
+def at(row: dict, key: str) -> Any:
+    """A row's value; "paper.fid" is a value of a mapping in the row, if that has it."""
+    name, dot, of = key.partition(".")
+    if not dot:
+        return row[key]
+    return (row.get(name) or {}).get(of)
 
 
 def value_of(row: dict, key: str) -> Any:
@@ -167,23 +206,32 @@ def columns(report: dict) -> list[Column]:
     """The columns that some row has a value for, with titles and meanings filled in."""
     shown = []
     for column in COLUMNS:
-        if any(row[column.key] is not None for row in report["rows"]):
+        if any(at(row, column.key) is not None for row in report["rows"]):
             title = _title(column, report)
-            meaning = column.meaning.format(**report, interval=INTERVAL, deviation=DEVIATION)
+            words = {"interval": INTERVAL, "deviation": DEVIATION, "per_repeat": _per_repeat(report)}
+            meaning = column.meaning.format(**report, **words)
             shown.append(column._replace(title=title, meaning=meaning))
     return shown
 
 
+def _per_repeat(report: dict) -> int:
+    return report["images"] // report["repeats"]
+
+
 def _title(column: Column, report: dict) -> str:
-    title = column.title.format(**report)
-    return titled(title, report["space"]) if column.key in ("fid", "inception_score") else title
+    title = column.title.format(**report, per_repeat=_per_repeat(report))
+    is_of_space = column.key.removeprefix("repeats.") in ("fid", "inception_score")
+    return titled(title, report["space"]) if is_of_space else title
 
 
 def cell(row: dict, column: Column, short: bool = False) -> str:
     """A row's value as text, empty if it has none. `short`: without a spread, except the speed-up's."""
-    value = row[column.key]
+    value = at(row, column.key)
     if value is None:
         return ""
+    if isinstance(value, dict) and "sd" in value:
+        # over the repeats
+        return f"{format(value['mean'], column.form)} ± {format(value['sd'], column.form)}"
     if isinstance(value, dict):
         # over the turns
         low, median, high = (format(value[name], column.form) for name in ("min", "median", "max"))
@@ -212,9 +260,20 @@ def notes(report: dict, short: bool = False) -> list[str]:
     def has(key: str) -> bool:
         return any(row[key] is not None for row in rows)
 
+    def has_other(key: str, usual: object) -> bool:
+        return any(row.get(key, usual) != usual for row in rows)
+
     turns = _counted(len(rows[0]["seconds"]), "turn")
     size = _counted(min(images, report["max_batch"]), "image")
     lines = [f"speed-up: relative to {report['baseline']!r}, median of {turns} of {size}"]
+    if has_other("speed_baseline", report["baseline"]):
+        lines.append("speed-up of another target or batch size: relative to baseline sampling with the same")
+    if has_other("expected_speed_up", None):
+        lines.append(
+            "by eq. 35: the speed-up that a round would have that ends at the first rejection, and in which the target"
+            " verifies many tokens in the time of one. `parallel` verification ends no round, so that alpha does not"
+            " change its speed"
+        )
     if has("p_value_holm"):
         lines.append(
             "p coupled: two-sample test of the images' features against baseline sampling (ar) with the same settings,"
@@ -529,6 +588,10 @@ def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
     plots = []
     for panel, png in zip(panels, speed_quality(panels)):
         plots.append(PagePicture(f"{panel.quality} against {panel.speed}", png))
+    accepted = acceptance_curves(report)
+    of_drafts = []
+    for lines, png in zip(accepted, curves(accepted)):
+        of_drafts.append(PagePicture(f"{lines.y} by {lines.x}", png))
     heads = _heads(report)
     strips = []
     grid_rows = []
@@ -543,11 +606,12 @@ def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
 
     # a browser would smooth the pixels of small images
     is_small = images[0].shape[2] < MOST_WIDTH
-    files = {"report.html": html_page(report, plots, strips, is_small).encode()}
-    if plots:
-        files["speed_quality.png"] = png_of(beside([plot.png for plot in plots]))
-    else:
-        (out / "speed_quality.png").unlink(missing_ok=True)  # of an earlier reference
+    files = {"report.html": html_page(report, [*plots, *of_drafts], strips, is_small).encode()}
+    for name, pictures in (("speed_quality.png", plots), ("acceptance.png", of_drafts)):
+        if pictures:
+            files[name] = png_of(beside([picture.png for picture in pictures]))
+        else:
+            (out / name).unlink(missing_ok=True)  # of an earlier report
     files["comparison.png"] = png_of(seed_grid(grid_rows, ["\n".join(head) for head in heads]))
     worst = _worst_images(report, images)
     if worst is None:
@@ -605,19 +669,90 @@ def _panels(report: dict) -> list[Panel]:
         "step_compression": "tokens per forward pass of the target",
     }
     # a panel for each pair that some row has both values of
-    base_seconds = report["rows"][0]["seconds"]
+    seconds = {row["name"]: row["seconds"] for row in report["rows"]}
     panels = []
     for quality, quality_title in qualities.items():
         for speed, speed_title in speeds.items():
             rows = [row for row in report["rows"] if row[quality] is not None and row[speed] is not None]
-            points = [_point(row, speed, quality, base_seconds) for row in rows]
+            points = [_point(row, speed, quality, seconds) for row in rows]
             if points:
                 panels.append(Panel(speed_title, quality_title, points))
     return panels
 
 
-def _point(row: dict, speed: str, quality: str, base_seconds: list[float]) -> PlotPoint:
+MOST_CURVES = 10  # in a plot that has one for each row
+BINS = 32  # of the generation order
+
+
+def acceptance_curves(report: dict) -> list[Curves]:
+    """The acceptance of drafts: by a setting that the rows sweep, along the generation order, and by round.
+
+    The curves by round are the shares of the target's forward passes, and of the tokens that they save, by the number
+    of tokens that a pass commits.
+    """
+    panels = []
+    for setting, rows in _sweeps(report).items():
+        for key, title in (("alpha", "acceptance rate"), ("resample_tries", "candidates per rejected draft")):
+            lines = {}
+            for name, own in rows.items():
+                points = [(x, row[key]) for x, row in own if row[key] is not None]
+                if len(points) > 1:
+                    lines[name] = [x for x, _ in points], [y for _, y in points]
+            if lines:
+                panels.append(Curves(setting, title, lines))
+    by_rank = {row["name"]: _along(row["by_rank"]) for row in report["rows"] if row.get("by_rank")}
+    if 0 < len(by_rank) <= MOST_CURVES:
+        panels.append(Curves("index of the token in the generation order", "acceptance rate", by_rank))
+    rounds = {}
+    for row in report["rows"]:
+        # without drafts every round commits one token
+        if set(row.get("committed") or {}) - {"1"}:
+            rounds[row["name"]] = sorted((int(tokens), number) for tokens, number in row["committed"].items())
+    if 0 < len(rounds) <= MOST_CURVES:
+        titles = ("share of the forward passes", "share of the tokens that are saved")
+        for title, first in zip(titles, (0, 1)):
+            shares = {name: _shares(own, first) for name, own in rounds.items()}
+            panels.append(Curves("tokens committed by a forward pass", title, shares))
+    return panels
+
+
+def _sweeps(report: dict) -> dict[str, dict[str, list[tuple[float, dict]]]]:
+    """The rows by the setting that their names end in, by the rest of their names: (value, row), rising."""
+    found: dict[str, dict[str, list[tuple[float, dict]]]] = {}
+    for row in report["rows"]:
+        label, line = _label(row)
+        setting, _, value = label.partition("=")
+        is_number = re.fullmatch(r"-?[0-9.]+(e-?[0-9]+)?", value)
+        if label != line and is_number and setting not in OWN_RUN:
+            found.setdefault(setting, {}).setdefault(line, []).append((float(value), row))
+    for lines in found.values():
+        for own in lines.values():
+            own.sort(key=lambda pair: pair[0])
+    return found
+
+
+def _along(by_rank: Sequence[Sequence[int]]) -> tuple[list[float], list[float]]:
+    """The acceptance rate by index in the generation order, in bins: the mean index, and accepted over verified."""
+    x, y = [], []
+    for bin_ in np.array_split(np.arange(len(by_rank[0])), BINS):
+        verified, accepted = np.array(by_rank)[:, bin_].sum(1).tolist()
+        if verified:
+            x.append(float(bin_.mean()))
+            y.append(accepted / verified)
+    return x, y
+
+
+def _shares(rounds: Sequence[tuple[int, int]], first: int) -> tuple[list[int], list[float]]:
+    """The share of rounds by their number of tokens, each weighted with the tokens after its `first`, or 1 if 0."""
+    tokens = [each for each, _ in rounds]
+    weights = [number * (each - first if first else 1) for each, number in rounds]
+    return tokens, [weight / sum(weights) for weight in weights]
+
+
+def _point(row: dict, speed: str, quality: str, seconds: Mapping[str, list[float]]) -> PlotPoint:
+    """A row's point; `seconds`: of the turns of each row, by name."""
     label, line = _label(row)
+    base_seconds = seconds[row["speed_baseline"]]
     speed_range = None
     if speed == "speed_up":
         # the middle half of the turns: the extremes say more about the machine than about the method

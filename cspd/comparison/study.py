@@ -45,9 +45,11 @@ from cspd.terminal import LARGEST_SEED, MOST, choice, label_list, progress_bar, 
 TARGET = ("checkpoint", "arch", "vae", "text_encoder")
 MODELS = (*TARGET, "draft_checkpoint", "eagle")
 SUBJECTS = ("labels", "prompts")  # a study has one of them
-RUN = ("num", *SUBJECTS, "negative_prompt", "seed", "max_batch")  # of the whole study; a configuration may have a seed
+RUN = ("num", *SUBJECTS, "negative_prompt", "seed", "max_batch")  # of the whole study
+OWN_RUN = ("seed", "max_batch")  # a configuration may have its own
 TEXTS = ("name", "prompts", "negative_prompt", *MODELS)
 ROWS = "configurations"
+PUBLISHED = ("alpha", "step_compression", "speed_up", "fid", "inception_score", "clip_score")  # numbers of a paper
 HELP = "see `cspd compare --help`"
 
 
@@ -59,7 +61,7 @@ def request_keys() -> tuple[str, ...]:
 
 def own_keys() -> tuple[str, ...]:
     """The settings of a configuration."""
-    return ("seed", *request_keys(), *MODELS)
+    return (*OWN_RUN, *request_keys(), *MODELS)
 
 
 def named_entries(names: Sequence[str]) -> list[dict]:
@@ -88,9 +90,11 @@ def read_study(path: Path) -> tuple[dict, list[dict]]:
 
     valid = (*RUN, *request_keys(), *MODELS)
     _check_keys(f"{path}, at the top", common, valid)
-    valid = ("name", *own_keys())
+    valid = ("name", "paper", *own_keys())
     for number, entry in enumerate(entries, 1):
-        _check_keys(f"{path}, in configuration {number}", entry, valid)
+        where = f"{path}, in configuration {number}"
+        _check_keys(where, {key: value for key, value in entry.items() if key != "paper"}, valid)
+        _check_published(where, entry)
     _check_common(path, common)
     if "labels" in common:
         common["labels"] = _labels(path, common["labels"])
@@ -171,12 +175,27 @@ def _check_keys(where: str, settings: Mapping, valid: Sequence[str]) -> None:
             raise ValueError(f"{where}: {key}={shortened(value)} is invalid: give {kind}, or leave {key} out")
 
 
+def _check_published(where: str, entry: dict) -> None:
+    """Raises ValueError unless "paper" has numbers, one of each name or one for each of the configurations."""
+    paper = entry.get("paper", {})
+    if not isinstance(paper, dict):
+        raise ValueError(f"{where}: paper={shortened(paper)} is invalid: give numbers by name, as in {{fid: 2}}")
+    num = len(expand({**entry, "paper": {}}))
+    for name, value in paper.items():
+        if name not in PUBLISHED:
+            raise ValueError(f"{where}, paper: {shortened(name)} is unknown: {choice(name, PUBLISHED)}")
+        numbers = value if isinstance(value, list) else [value] * num
+        if len(numbers) != num or not all(type(each) in NUMBER for each in numbers):
+            raise ValueError(f"{where}, paper: {name} needs a number, or {num} for as many configurations")
+
+
 def expand(entry: dict) -> list[tuple[str, dict]]:
     """An entry's configurations, name and settings: one, or one for each combination of its lists' values.
 
     Without a name, a configuration is named by its method and its settings after colons, as `named_entries` reads it.
+    Lists in "paper" have a number for each configuration, in their order.
     """
-    settings = {key: value for key, value in entry.items() if key != "name"}
+    settings = {key: value for key, value in entry.items() if key not in ("name", "paper")}
     lists = {key: value for key, value in settings.items() if isinstance(value, list)}
     # the last list varies fastest
     expanded = []
@@ -189,6 +208,10 @@ def expand(entry: dict) -> list[tuple[str, dict]]:
             shown = {key: value for key, value in single.items() if key != "method"}
             name = row_name(single.get("method"), shown)
         expanded.append((name, single))
+    for i, (_, single) in enumerate(expanded):
+        numbers = entry.get("paper", {}).items()
+        if numbers:
+            single["paper"] = {key: each[i] if isinstance(each, list) else each for key, each in numbers}
     return expanded
 
 
@@ -206,10 +229,22 @@ def row_name(name: object, settings: dict) -> str:
 COSTS = ("head_calls_per_token", "head_calls", "backbone_calls", "draft_backbone_calls", "step_compression", "bound")
 
 
-CHUNK = {  # the JSON of its file
+SECONDS = ("draft_seconds", "target_seconds")  # of the rounds that an image took part in
+COUNTS = ("by_rank", "committed", "resample_tries")  # statistics of drafts that a chunk sums over its images
+
+
+CHUNK = {  # the JSON of its file; older ones lack what has a question mark
     "seconds": NUMBER,
     "peak_bytes": int,
-    "costs": [{**dict.fromkeys(COSTS, OPTIONAL), "judged": NUMBER, "accepted": NUMBER}],
+    "costs": [
+        {
+            **dict.fromkeys(COSTS, OPTIONAL),
+            **{f"{name}?": NUMBER for name in SECONDS},
+            "judged": NUMBER,
+            "accepted": NUMBER,
+        }
+    ],
+    "counts?": {"by_rank": [[int]], "committed": {str: int}, "resample_tries": int},
 }
 
 
@@ -218,12 +253,14 @@ class Chunk(NamedTuple):
 
     Attributes:
         images: uint8 [n, H, W, 3]. seconds: of the whole turn. peak_bytes: memory.
+        counts: the statistics in `COUNTS`, summed over the images; None in files of older versions.
     """
 
     images: np.ndarray
     seconds: float
     peak_bytes: int
     costs: list[dict]
+    counts: dict | None = None
 
 
 def cost_of(output: Output) -> dict:
@@ -232,7 +269,22 @@ def cost_of(output: Output) -> dict:
     verified, accepted = map(sum, output.stats.by_lag)
     costs["judged"] = verified
     costs["accepted"] = accepted
+    seconds = output.stats.seconds
+    costs["draft_seconds"] = seconds["draft"]
+    costs["target_seconds"] = seconds["backbone"] + seconds["head"] + seconds["other"]
     return costs
+
+
+def summed(counts: Sequence[Mapping]) -> dict:
+    """The sums of statistics of the names in `COUNTS`."""
+    committed: Counter[str] = Counter()
+    by_rank: list[list[int]] = [[], []]
+    for each in counts:
+        committed.update({str(tokens): rounds for tokens, rounds in each["committed"].items()})  # as JSON has them
+        pairs = zip(by_rank, each["by_rank"])
+        by_rank = [[a + b for a, b in itertools.zip_longest(*pair, fillvalue=0)] for pair in pairs]
+    tries = sum(each["resample_tries"] for each in counts)
+    return {"by_rank": by_rank, "committed": dict(committed), "resample_tries": tries}
 
 
 def write_chunk(path: Place, chunk: Chunk, made_of: dict) -> None:
@@ -253,7 +305,7 @@ def read_chunk(path: Place, made_of: dict, side: int) -> Chunk | None:
     with contextlib.suppress(LookupError, ValueError):
         rest = parse_json(arrays["chunk"].tobytes().decode())
         if misfit(rest, CHUNK) is None:
-            return Chunk(arrays["arr_0"], rest["seconds"], rest["peak_bytes"], rest["costs"])
+            return Chunk(arrays["arr_0"], *(rest.get(name) for name in Chunk._fields[1:]))
     return None
 
 
@@ -275,6 +327,7 @@ class Configuration:
         models: where the engine's models come from, by the names of `MODELS`.
         files: the fingerprints of the files that images depend on, by role.
         seed: of the first image. None: the comparison's.
+        paper: a paper's numbers for it, by the names in `PUBLISHED`.
     """
 
     name: str
@@ -283,6 +336,7 @@ class Configuration:
     models: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, object] = field(default_factory=dict)
     seed: int | None = None
+    paper: Mapping[str, float] = field(default_factory=dict)
 
     def first_seed(self, seed: int) -> int:
         """The seed of its first image, in a comparison that begins with `seed`."""
@@ -294,10 +348,10 @@ class Configuration:
         return self.engine.check(plain_of(checked))
 
     def key(self) -> tuple:
-        """Equal for configurations that approximate the same baseline sampling, with the same files."""
+        """Equal for configurations with the same baseline sampling, files and batch size."""
         # not the draft model's files: it changes how fast an image comes, not what baseline sampling is
         target_files = tuple(str(self.models.get(name)) for name in TARGET)
-        return self.plain(), target_files
+        return self.plain(), (*target_files, self.engine.num_slots)
 
     def is_baseline(self) -> bool:
         """Whether it is baseline sampling with the seeds of the comparison."""
@@ -311,8 +365,8 @@ def configurations(
 
     The baselines are baseline sampling (`ar`) with the settings of each configuration. If no entry is baseline sampling
     with the common models and chain, two more are added: that with the common settings, and the same with MAR's usual
-    64 iterations. Speed is measured against the first row: baseline sampling with the common settings, or else the
-    first entry that is baseline sampling.
+    64 iterations. The first row is baseline sampling with the common settings, or else the first entry that is baseline
+    sampling; `speed_baseline` is the row that a row's speed is measured against.
 
     Args:
         common: settings of all, of `request_keys` and `MODELS`; a method ignores the options that it lacks.
@@ -325,7 +379,7 @@ def configurations(
             the same name.
     """
     shared = asked.but(**_those_of(request_keys(), common))
-    engines: dict[tuple, Engine] = {}
+    engines: dict[tuple, Engine] = {}  # by the files of their models, and their own batch size or None
 
     def make(name: str, own: dict, request: Request) -> Configuration:
         models = {"checkpoint": BUNDLED["MAR"]}
@@ -334,24 +388,32 @@ def configurations(
                 models[key] = value
         # rows with the same files share an engine
         sources = tuple(sorted((key, str(value)) for key, value in models.items()))
-        if sources not in engines:
-            engines[sources] = load(models)
-        engine = engines[sources]
+        if (sources, None) not in engines:
+            engines[sources, None] = load(models)
+        engine = engines[sources, None]
+        max_batch = own.get("max_batch")
+        if max_batch is not None and max_batch != engine.num_slots:
+            check_integer(f"{name}: max_batch", max_batch, 1, MOST, HELP)
+            if (sources, max_batch) not in engines:
+                engines[sources, max_batch] = engine.with_slots(max_batch)
+            engine = engines[sources, max_batch]
         seed = own.get("seed")
         with _naming(name):
             engine.check(request.but(seed=0 if seed is None else seed))
-        return Configuration(name, request, engine, models, seed=seed)
+        return Configuration(name, request, engine, models, seed=seed, paper=own.get("paper", {}))
 
     named = []
     for entry in entries:
         named += expand(entry)
     # all requests before any model: a mistake is found before models are loaded
     requests = [_request(name, own, shared) for name, own in named]
-    first_models = {}
+    _, first_settings = named[0]
+    first_own = {}
     if not common.get("checkpoint"):
-        _, first_settings = named[0]
-        first_models = _those_of(MODELS, first_settings)
-    plain = make("ar", first_models, with_method(shared, "ar"))
+        first_own = _those_of(MODELS, first_settings)
+    if all("max_batch" in own for _, own in named):
+        first_own["max_batch"] = first_settings["max_batch"]
+    plain = make("ar", first_own, with_method(shared, "ar"))
     rows = [make(name, own, request) for (name, own), request in zip(named, requests)]
     rows = _with_baselines(rows, plain)
 
@@ -445,10 +507,25 @@ def _plain(row: Configuration, common: Configuration) -> Configuration:
         value = row.models.get(key)
         if value != common.models.get(key):
             other[key] = value
+    if row.engine.num_slots != common.engine.num_slots:
+        other["max_batch"] = row.engine.num_slots
     # a setting that only the common ones have, as in "vae=null", is shown only if no other differs
     shown = {key: value for key, value in other.items() if value is not None}
     name = row_name("ar", shown or other)
-    return replace(row, name=name, request=request, seed=None)
+    return replace(row, name=name, request=request, seed=None, paper={})
+
+
+def speed_baseline(row: Configuration, rows: Sequence[Configuration]) -> Configuration:
+    """The row that a row's speed is measured against, with the same batch size if there is one.
+
+    It is baseline sampling with the first row's settings; for methods other than `ar`, of their own target.
+    """
+    first = rows[0]
+    request, files = first.key()
+    if row.request.method != "ar":
+        _, files = row.key()
+    wanted = request, (*files[:-1], row.engine.num_slots)
+    return next((each for each in rows if each.is_baseline() and each.key() == wanted), first)
 
 
 def baselines(
@@ -540,6 +617,7 @@ BAR = "{l_bar}{bar}| {n:.1f}/{total} images [{elapsed}<{remaining}, {rate_fmt}{p
 WRITTEN = (
     "report.html",
     "speed_quality.png",
+    "acceptance.png",
     "comparison.png",
     "worst.png",
     "comparison.md",
@@ -583,9 +661,11 @@ class InterleavedRuns:
             FloatingPointError, torch.OutOfMemoryError: a row gave no image, and none may fail.
         """
         chosen = range(len(self.rows)) if chosen is None else chosen
-        ends = itertools.accumulate(map(len, self.parts[0]))
-        turns = [i for i, end in enumerate(ends) if end <= num]
-        order = self._order(chosen, turns)
+        turns = {}
+        for r in chosen:
+            ends = itertools.accumulate(map(len, self.parts[r]))
+            turns[r] = sum(end <= num for end in ends)
+        order = self._order(turns)
         # a damaged file counts as missing
         for file in missing_files(self.folder, order, lambda file: self._find(*order[file])):
             r, i = order[file]
@@ -598,16 +678,20 @@ class InterleavedRuns:
         chunks = []
         for r in chosen:
             if r not in self.failed:
-                chunks.append([self.made[r, i] for i in turns])
+                chunks.append([self.made[r, i] for i in range(turns[r])])
         return chunks
 
-    def _order(self, chosen: Sequence[int], turns: Sequence[int]) -> dict[str, tuple[int, int]]:
-        """The row and the turn of each file that is not read yet, in the order in which images are generated."""
+    def _order(self, turns: Mapping[int, int]) -> dict[str, tuple[int, int]]:
+        """The row and the turn of each file that is not read yet, in the order in which images are generated.
+
+        `turns`: the number of turns of each row; rows of larger batches have fewer.
+        """
         order = {}
-        for i in turns:
+        chosen = [*turns]
+        for i in range(max(turns.values(), default=0)):
             for k in range(len(chosen)):
                 r = chosen[(i + k) % len(chosen)]  # another row begins each turn: none is always the first
-                if (r, i) not in self.made:
+                if i < turns[r] and (r, i) not in self.made:
                     order[_file(r, i)] = r, i
         return order
 
@@ -710,10 +794,10 @@ def taking_turns(
     _check_rows(rows, subjects, seed, num)
     settings = _settings(rows, subjects, seed)
     # every name is claimed before the first image, so that nothing of somebody else is overwritten
-    turns = _turns(rungs, settings["max_batch"], timed)
+    turns = [_turns(rungs, row.engine.num_slots, timed) for row in rows]
     files = []
-    for r in range(len(rows)):
-        files += [_file(r, i) for i in range(len(turns))]
+    for r, own_turns in enumerate(turns):
+        files += [_file(r, i) for i in range(len(own_turns))]
     record: dict[str, Any] = {"schema": SCHEMA, "settings": settings, "windows": {}}
     earlier = store.claim(record, [*files, *written], overwrite)
     earlier_windows = earlier["windows"] if earlier else {}
@@ -732,9 +816,9 @@ def taking_turns(
         store.begin(record)
 
         parts = []
-        for row, plan in zip(rows, plans):
+        for row, plan, own_turns in zip(rows, plans, turns):
             requests = _requests(plan, subjects, row.first_seed(seed), num)
-            parts.append([requests[turn] for turn in turns])
+            parts.append([requests[turn] for turn in own_turns])
         yield InterleavedRuns(rows, plans, parts, store.folder, settings, bar, may_fail, failed)
         bar.set_postfix_str("")
 
@@ -778,6 +862,7 @@ def _settings(rows: Sequence[Configuration], subjects: Sequence[Subject], seed: 
             "request": settings_of(row.request),
             "files": row.files,
             "seed": row.first_seed(seed),
+            **own_batch(row, rows),
         }
     return {
         "machine": rows[0].engine.describe(),
@@ -787,6 +872,12 @@ def _settings(rows: Sequence[Configuration], subjects: Sequence[Subject], seed: 
         "order": [row.name for row in rows],
         "configurations": configurations,
     }
+
+
+def own_batch(row: Configuration, rows: Sequence[Configuration]) -> dict:
+    """A row's batch size, as settings, if it is not the first row's."""
+    size = row.engine.num_slots
+    return {} if size == rows[0].engine.num_slots else {"max_batch": size}
 
 
 @contextlib.contextmanager
@@ -859,4 +950,5 @@ def _timed(row: Configuration, requests: list[Request], on_progress: OnProgress)
         raise ValueError(f"{row.name}: there are no images to compare: give the engine an autoencoder")
     images = [np.asarray(output.pil()) for output in outputs]
     costs = [cost_of(output) for output in outputs]
-    return Chunk(np.stack(images), seconds, peak, costs)
+    counts = summed([{name: getattr(output.stats, name) for name in COUNTS} for output in outputs])
+    return Chunk(np.stack(images), seconds, peak, costs, counts)

@@ -554,6 +554,11 @@ class Extracted(NamedTuple):
     logits: Tensor
     spatial: Tensor | None = None
 
+    def of(self, images: slice) -> Extracted:
+        """What it gives for some of the images."""
+        spatial = None if self.spatial is None else self.spatial[images]
+        return Extracted(self.features[images], self.logits[images], spatial)
+
 
 def extract(
     images: Images | Path, *, space: str, weights: Path | None = None, device: torch.device | str = "auto"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from comparisons import BATCH, K4, NAMES, NUM, QUICK, chunks, compare, features, images_of
+from comparisons import BATCH, K4, NAMES, NUM, QUICK, SEED, chunks, compare, features, images_of
 from PIL import Image
 from toys import toy_models
 
@@ -20,7 +20,7 @@ from cspd import VQModels, method
 from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
 from cspd.comparison import report as comparison_report
-from cspd.comparison.compare import Evaluation, _add_verdicts, speed_of
+from cspd.comparison.compare import Evaluation, _add_verdicts, expected_speed_up, speed_of
 from cspd.comparison.study import COSTS, Chunk, Configuration, configurations, named_entries
 from cspd.continuous.rows import run_plain_round
 from cspd.evaluation import metrics
@@ -102,6 +102,18 @@ def test_costs_are_means_over_the_images(comparison, digits):
     assert all(row["peak_bytes"] > 2**24 and row["bound"] is None for row in report["rows"])
 
 
+def test_counts_of_drafts_are_sums_over_the_images(comparison, digits):
+    _, report = comparison
+    drafted = report["rows"][NAMES.index("cspd:gamma=32:prefill=0.7")]
+    asked = [cspd.Request(i % 10, SEED + i, method="cspd", gamma=32, prefill=0.7, **K4) for i in range(NUM)]
+    stats = [output.stats for output in digits.generate(asked)]
+    by_rank = np.sum([each.by_rank for each in stats], axis=0)
+    assert drafted["by_rank"] == by_rank.tolist() and drafted["committed"] is None
+    rejected = by_rank[0].sum() - by_rank[1].sum()
+    assert rejected > 0 and drafted["resample_tries"] == sum(each.resample_tries for each in stats) / rejected
+    assert report["rows"][0]["by_rank"] is report["rows"][0]["resample_tries"] is None
+
+
 def test_alpha_is_of_all_drafts_and_the_bound_has_its_error(digits):
     row = Configuration("made up", cspd.Request(0, method="cspd", window=None), digits)
 
@@ -151,6 +163,61 @@ def test_lengths_and_latencies_have_a_spread_and_a_paired_test(tmp_path):
     page = (tmp_path / "report.html").read_text()
     sd = made["rows"][1]["step_compression_sd"]
     assert f"±{sd:.2f}" in page and f"t {found['t']:+.1f} (p {found['p_value']:.1g})" in page
+
+
+@pytest.mark.parametrize("alpha, gamma, cost_ratio", [(0.3, 4, 0.38), (0.9, 8, 0.05), (1.0, 3, 0.2), (0.0, 2, 0.5)])
+def test_the_expected_speed_up_is_that_of_the_process_it_describes(alpha, gamma, cost_ratio):
+    """Rounds one by one: gamma drafts, each accepted by chance, up to the first rejection, and one more token."""
+    generator = np.random.default_rng(0)
+    accepted = generator.random((40_000, gamma)) < alpha
+    tokens = accepted.cumprod(1).sum(1) + 1
+    speed_ups = tokens / (gamma * cost_ratio + 1)  # a token of the target alone takes the time 1
+    error = speed_ups.std() / len(speed_ups) ** 0.5
+    assert abs(speed_ups.mean() - expected_speed_up(alpha, gamma, cost_ratio)) <= 4 * error + 1e-12
+
+
+def test_the_cost_ratio_is_of_a_draft_and_a_baseline_run(digits):
+    row = Configuration("made up", cspd.Request(0, method="cspd", gamma=4), digits)
+    plan = digits.check(cspd.Request(0, method="cspd", gamma=4, num_iter=64))
+    names = dict.fromkeys(COSTS, 0.0) | {"step_compression": None, "judged": 10, "accepted": 4}
+
+    def chunk(**costs):
+        return Chunk(np.zeros((1, 1, 1, 3)), 1.0, 7, [names | costs])
+
+    drafted = chunk(draft_backbone_calls=60, draft_seconds=3.0, backbone_calls=16, target_seconds=9.0)
+    for runs, c in ((64, (3 / 60) / (8 / 64)), (16, None)):  # 16 runs of the baseline are of several tokens each
+        result = speed_of(row, plan, [drafted], [chunk(backbone_calls=runs, target_seconds=8.0)])
+        assert result["cost_ratio"] == (None if c is None else pytest.approx(c))
+    result = speed_of(row, plan, [drafted], [chunk(backbone_calls=64, target_seconds=8.0)])
+    assert result["expected_speed_up"] == pytest.approx((1 - 0.4**5) / (0.6 * (4 * 0.4 + 1)))  # eq. 35
+    older = speed_of(row, plan, [chunk(draft_backbone_calls=60)], [chunk(backbone_calls=64)])
+    assert older["cost_ratio"] is older["expected_speed_up"] is older["by_rank"] is None
+
+
+def test_repeats_have_other_seeds_and_their_own_scores(digits, tmp_path):
+    """Their images are those of separate runs; the report has means and standard deviations over them."""
+    quick = {"num_iter": 2, "num_sampling_steps": 3, "cfg": 1.0}
+    rows = [Configuration("ar", cspd.Request(0, method="ar", **quick), digits)]
+    rows += [Configuration("cspd", cspd.Request(0, method="cspd", gamma=4, prefill=0.9, **quick), digits)]
+    how = {"evaluation": Evaluation("digits"), "progress": False}
+    report, images = compare(rows, range(5), 7, tmp_path / "both", seed=3, repeats=2, **how)
+    assert (report["images"], report["repeats"]) == (14, 2) and all(len(own) == 14 for own in images)
+    found = {"accuracy": [], "alpha": []}
+    for i in range(2):
+        subjects = [(k + 7 * i) % 5 for k in range(5)]
+        one, own = compare(rows, subjects, 7, tmp_path / str(i), seed=3 + 7 * i, **how)
+        assert all(np.abs(a[7 * i : 7 * i + 7].astype(int) - b).max() <= 1 for a, b in zip(images, own))
+        for name, values in found.items():
+            values.append(one["rows"][1][name])
+        assert one["rows"][1]["repeats"] is None
+    for name, values in found.items():
+        repeated = report["rows"][1]["repeats"][name]
+        assert repeated["values"] == pytest.approx(values)
+        assert repeated["mean"] == pytest.approx(np.mean(values))
+        assert repeated["sd"] == pytest.approx(np.std(values, ddof=1))
+    assert report["rows"][0]["repeats"]["alpha"] is None
+    text = comparison_report.text_table(report)
+    assert f"{np.mean(found['alpha']):.3f} ± {np.std(found['alpha'], ddof=1):.3f}" in text
 
 
 def wilson_of_scipy(hits, num):

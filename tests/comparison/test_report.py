@@ -92,6 +92,8 @@ def test_a_row_with_its_own_seeds_is_not_part_of_a_sweep(made, tmp_path):
     content, images = made
     report.write(content, images, tmp_path)
     assert "the same classes and seeds" in (tmp_path / "report.html").read_text()
+    for each in content["rows"]:
+        each["speed_baseline"] = "ar:seed=1000"
     content["rows"][0] |= {"name": "ar:seed=1000", "settings": {"seed": 1000}, "p_unpaired_holm": 0.25}
     report.write(content, images, tmp_path)
     assert "the same classes and seeds" not in (tmp_path / "report.html").read_text()
@@ -131,6 +133,32 @@ def test_the_page_needs_no_other(made, tmp_path):
     assert "t.safetensors, 1.2 million parameters, sha256 eeeeeeeeeeee\n" in html.text
     assert "eeeeeeeeeeee (of a|b <i>&)" in html.text
     assert {"exact", "bounded", "heuristic"} <= set(html.words) and "Relative to ar, turn by turn" in html.text
+
+
+def test_curves_of_acceptance(made, tmp_path):
+    """By a swept setting, along the generation order, and by round, from counts that can be added by hand."""
+    content, images = made
+    ranks = [[2] * 32 + [0] * 32, [1] * 16 + [2] * 16 + [0] * 32]
+    names = ["ar", "cspd:gamma=8", "cspd:gamma=4", "sjd"]
+    for each, name, alpha in zip(content["rows"], names, (None, 0.25, 0.5, None)):
+        each |= {"name": name, "method": name[:4], "speed_baseline": "ar", "alpha": alpha}
+    content["rows"][1] |= {"resample_tries": 6.0, "by_rank": ranks}
+    content["rows"][2] |= {"resample_tries": 3.0}
+    content["rows"][3] |= {"committed": {"3": 1, "1": 6, "2": 3}}
+    content["rows"][0] |= {"committed": {"1": 64}}
+    swept, tries, along, rounds, saved = report.acceptance_curves(content)
+    assert (swept.x, swept.y, swept.lines) == ("gamma", "acceptance rate", {"cspd": ([4, 8], [0.5, 0.25])})
+    assert tries.lines == {"cspd": ([4, 8], [3, 6])}
+    x, y = along.lines["cspd:gamma=8"]
+    assert x == [2 * i + 0.5 for i in range(16)] and y == [0.5] * 8 + [1.0] * 8
+    assert rounds.lines == {"sjd": ([1, 2, 3], [0.6, 0.3, 0.1])}
+    assert saved.lines == {"sjd": ([1, 2, 3], pytest.approx([0, 0.6, 0.4]))}
+    assert "acceptance.png" in report.write(content, images, tmp_path)
+    assert Image.open(tmp_path / "acceptance.png").width == 2 * SIZE[0] * RESOLUTION
+    for each in content["rows"]:
+        each |= {"alpha": None, "resample_tries": None, "by_rank": None, "committed": None}
+    assert "acceptance.png" not in report.write(content, images, tmp_path)
+    assert not (tmp_path / "acceptance.png").exists()
 
 
 def test_measured_values_are_shown_for_their_row_only(made):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from comparisons import compare
 from toys import toy_models
 
 import cspd
@@ -16,7 +17,16 @@ from cspd import VQModels
 from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
 from cspd.comparison.compare import FEWEST, Trial, dominates, fastest, kept, layers, nearest, planned, rungs, survivors
-from cspd.comparison.study import baselines, configurations, expand, named_entries, read_study, request_keys
+from cspd.comparison.report import markdown
+from cspd.comparison.study import (
+    baselines,
+    configurations,
+    expand,
+    named_entries,
+    read_study,
+    request_keys,
+    speed_baseline,
+)
 from cspd.discrete.rules import rule_of
 
 STUDIES = sorted((Path(__file__).parents[2] / "scripts" / "studies").glob("*.yaml"))
@@ -199,6 +209,10 @@ def test_a_study_runs_with_its_own_models_and_flags_override_it(tmp_path):
         ("configurations: [{method: ar, checkpoint: 5}]", "checkpoint"),
         ("configurations: [{method: cspd}, {method: cspd}]", "cspd"),
         ("configurations: [{method: ar, checkpoint: nowhere}]", "nowhere"),
+        ("configurations: [{method: ar, paper: 3}]", "paper"),
+        ("configurations: [{method: ar, paper: {fidd: 3}}]", "fidd"),
+        ("configurations: [{method: ar, cfg: [1, 2], paper: {fid: [1, 2, 3]}}]", "fid needs a number, or 2"),
+        ("configurations: [{method: ar, max_batch: 0}]", "max_batch"),
     ],
 )
 def test_bad_studies_are_rejected_in_one_line(text, hint, tmp_path, capsys):
@@ -244,6 +258,44 @@ def test_published_studies_are_comparisons_of_the_bundled_models():
         rows = configurations(entries, settings, lambda models, name=name: engines[name])
         assert len(rows) >= len(entries) and rows[0].request.method == "ar"
         assert f"--config scripts/studies/{path.name}" in path.read_text()
+
+
+def test_rows_of_another_batch_size_have_their_own_baseline(digits, tmp_path):
+    """In turns of their own size, and their speed is relative to baseline sampling of the same."""
+    quick = {"num_iter": 1, "num_sampling_steps": 2, "cfg": 1.0}
+    rows = rows_of("disa:max_batch=1,disa:max_batch=3", digits, **quick)
+    names = ["ar", "ar:num_iter=64", "ar:max_batch=3", "disa:max_batch=1", "disa:max_batch=3"]
+    assert [row.name for row in rows] == names
+    assert [row.engine.num_slots for row in rows] == [1, 1, 3, 1, 3]
+    assert [speed_baseline(row, rows).name for row in rows] == ["ar", "ar", "ar:max_batch=3", "ar", "ar:max_batch=3"]
+    assert rows[0].engine is rows[3].engine and rows[2].engine is rows[4].engine
+
+    rows = [row for row in rows if row.name != "ar:num_iter=64"]
+    report, images = compare(rows, [1, 2], 4, tmp_path, progress=False)
+    assert [len(row["seconds"]) for row in report["rows"]] == [4, 1, 4, 1]
+    for own, base in ((2, 0), (3, 1)):
+        ratios = np.divide(report["rows"][base]["seconds"], report["rows"][own]["seconds"])
+        assert report["rows"][own]["speed_up"]["median"] == pytest.approx(np.median(ratios))
+        assert np.abs(images[own].astype(int) - images[2]).max() <= 1
+    assert [row["settings"].get("max_batch") for row in report["rows"]] == [None, 3, None, 3]
+    with pytest.raises(ValueError, match="max_batch=0"):
+        rows_of("ar:max_batch=0", digits)
+
+
+def test_published_numbers_stand_beside_ours(digits, tmp_path):
+    file = tmp_path / "study.yaml"
+    quick = "num_iter: 1, num_sampling_steps: 2, cfg: 1.0"
+    paper = "paper: {fid: [1, 2.5, 3, 4], speed_up: 1.5}"
+    file.write_text(f"configurations:\n  - {{method: disa, upper: [3, 4], lower: [2, 3], {quick}, {paper}}}\n")
+    common, entries = read_study(file)
+    rows = configurations(entries, common, lambda models: digits)
+    assert [row.name for row in rows if row.paper] == [row.name for row in rows if row.request.method == "disa"]
+    assert [dict(row.paper) for row in rows if row.paper] == [{"fid": fid, "speed_up": 1.5} for fid in (1, 2.5, 3, 4)]
+    report, _ = compare([row for row in rows if row.request.num_iter == 1], [1], 1, tmp_path / "out", progress=False)
+    titles, _, *lines = [line.split("|") for line in markdown(report).splitlines() if line.startswith("|")]
+    titles = [title.strip() for title in titles]
+    (cells,) = [dict(zip(titles, line)) for line in lines if "upper=3:lower=3" in line[1]]
+    assert cells["published FID"].strip() == "2.50" and cells["published speed-up"].strip() == "1.50"
 
 
 def test_a_rules_common_parameters_reach_a_row_that_asks_for_the_rule():
