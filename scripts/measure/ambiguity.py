@@ -117,10 +117,10 @@ def measured(P: Tensor, Q: Tensor, rules: dict[str, Rule]) -> dict[str, float]:
         "accuracy at 1": is_found[:, 0].float(),
         "accuracy at 3": is_found.any(-1).float(),
         "total variation": total_variation(P, Q),
-        "drawn, exact": (Q * Exact().accept(P, Q)).sum(-1),
+        "accepted if drawn, exact": (Q * Exact().accept(P, Q)).sum(-1),
     }
     for name, rule in rules.items():
-        means[f"likeliest, {name}"] = rule.accept_token(P, chosen, first).squeeze(-1)
+        means[f"accepted if likeliest, {name}"] = rule.accept_token(P, chosen, first).squeeze(-1)
     return {name: values.double().mean().item() for name, values in means.items()}
 
 
@@ -238,7 +238,7 @@ def main() -> None:
     picture.save(args.out / "ambiguity.png")
     for name, found in report["means"].items():
         error = "" if found["standard_error"] is None else f" +- {found['standard_error']:.4f}"
-        print(f"{name:<36} {found['mean']:.4f}{error}")
+        print(f"{name:<48} {found['mean']:.4f}{error}")
     for name, difference in report["pixel_difference"].items():
         print(f"{name}: root mean square difference of pixels {difference:.1f} of 255")
     near_offsets = ", ".join(f"{distance:.3f}" for distance in report["total_variation_by_offset"][:8])

@@ -37,7 +37,7 @@ def target_of(engine, label: int, tokens: torch.Tensor) -> torch.Tensor:
 def test_total_variation_is_one_minus_the_exact_acceptance(engine):
     P, Q = pairs()
     found = ambiguity.measured(P, Q, {})
-    assert found["drawn, exact"] == pytest.approx(1 - found["total variation"], abs=1e-12)
+    assert found["accepted if drawn, exact"] == pytest.approx(1 - found["total variation"], abs=1e-12)
     assert found["total variation"] == pytest.approx(tv(P, Q).mean().item(), abs=1e-12)
 
     # and in float32, of the models
@@ -46,7 +46,7 @@ def test_total_variation_is_one_minus_the_exact_acceptance(engine):
     P, Q = ambiguity.pair_of(engine.runner, inputs, SAMPLING)
     assert torch.allclose(P, target_of(engine, 1, tokens), atol=1e-5)
     found = ambiguity.measured(P, Q, {})
-    assert found["drawn, exact"] == pytest.approx(1 - found["total variation"], abs=1e-6)
+    assert found["accepted if drawn, exact"] == pytest.approx(1 - found["total variation"], abs=1e-6)
     assert 0.01 < found["total variation"] < 0.99
 
 
@@ -58,7 +58,7 @@ def test_masses_and_accuracies_by_hand():
     found = ambiguity.measured(P, Q, rules)
     expected = {"mass of 1": 0.45, "mass of 10": 1.0, "accuracy at 1": 0.5, "accuracy at 3": 0.5}
     # of token 0, by P's 0.5 and 0.1; its neighbour may add 0.2, not 0.3
-    expected |= {"likeliest, exact": 0.3, "likeliest, lantern": 0.4}
+    expected |= {"accepted if likeliest, exact": 0.3, "accepted if likeliest, lantern": 0.4}
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
@@ -105,8 +105,8 @@ def test_the_report_and_the_picture(engine):
     assert report["images"] == 4
     assert report["settings"] == {"cfg": 1.5, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     means = {name: each["mean"] for name, each in report["means"].items()}
-    assert means["drawn, exact"] == pytest.approx(1 - means["total variation"], abs=1e-6)
+    assert means["accepted if drawn, exact"] == pytest.approx(1 - means["total variation"], abs=1e-6)
     assert means["mass of 10"] == pytest.approx(1)  # there are only CODES
-    assert means["likeliest, lantern, k 1, delta 0.4"] > means["likeliest, exact"]
+    assert means["accepted if likeliest, lantern, k 1, delta 0.4"] > means["accepted if likeliest, exact"]
     assert len(report["total_variation_by_offset"]) == LENGTH - 1 < CODES
     assert picture.width > 1000 and picture.height > 500

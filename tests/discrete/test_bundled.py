@@ -44,6 +44,17 @@ def test_samples_are_recognised(method, num, engine):
     assert accuracy(load_classifier("digits"), images, labels) >= 0.86
 
 
+def test_a_tree_of_one_token_drafts_one_per_forward_pass(engine):
+    """LANTERN's Table 2: alpha is then the mean acceptance of EAGLE-2's first token, so pooling raises it."""
+    alpha = {}
+    for delta in (0.05, 0.4):
+        settings = {"method": "lantern", "gamma": 1, "window": 1, "k": 31, "delta": delta}
+        outputs = engine.generate([cspd.Request(label=i, seed=i, **settings) for i in range(2)])
+        assert all({*o.stats.committed} <= {1, 2} for o in outputs)
+        alpha[delta] = sum(o.stats.alpha for o in outputs) / 2
+    assert alpha[0.05] + 0.05 < alpha[0.4]
+
+
 @pytest.mark.slow
 def test_drafts_are_worth_it(engine):
     """Tokens per forward pass of the target; baseline sampling has 1."""

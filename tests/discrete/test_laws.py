@@ -22,6 +22,7 @@ EXACT = {
     "chain": ("sd", {"gamma": 2}),
     "static tree": ("eagle", {"gamma": 2}),
     "dynamic tree": ("eagle2", {"gamma": 2} | MAXIMAL),
+    "dynamic tree of one token": ("eagle2", {"gamma": 1, "window": 1} | MAXIMAL),
     "jacobi": ("sjd", WINDOW | MAXIMAL),
     "jacobi AC": ("mc-sjd", WINDOW),
     "jacobi PD": ("sjd", COMB | MAXIMAL),
