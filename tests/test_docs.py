@@ -17,8 +17,10 @@ import site_hooks
 
 from cspd.cli import _parse, main
 from cspd.continuous.denoisers import DENOISERS
+from cspd.discrete import rules
 from cspd.discrete.drafts import DRAFTS
 from cspd.heads import SAMPLERS
+from cspd.masked import cspd as cspd_method
 from cspd.method import METHODS
 from mar.checkpoint import MARS
 
@@ -128,6 +130,27 @@ def section(page: Path, anchor: str) -> str:
     parts = re.split(r"^(?=#+ )", BLOCK.sub(r"\3", page.read_text()), flags=re.MULTILINE)
     found = [part for part in parts if anchors_of(part.partition("\n")[0]) == {anchor}]
     return "".join(found)
+
+
+def test_differences_from_the_papers_are_the_codes():
+    """The numbers of the page are the defaults and limits of the code."""
+    text = " ".join((ROOT / "docs" / "differences.md").read_text().split())
+    defaults = {}
+    for method in METHODS:
+        if method.family in ("MAR", "VQ"):
+            defaults[method.name] = {option.name: option.default for option in method.options}
+    assert f"z-scores by {defaults['cspd']['ratio_temperature']:g};" in text
+    assert f"After {cspd_method.MAX_TRIES} candidates" in text and defaults["cspd"]["verify"] == "parallel"
+    assert f"The default of `lantern` is {defaults['lantern']['k']}," in text
+    assert (
+        defaults["lantern"]["optimal"] is defaults["lantern++"]["optimal"] is False and defaults["cool-sd"]["optimal"]
+    )
+    assert (
+        f"depths are counted to {rules.WINDOW_CAP}," in text
+        and f"schedule (l = {rules.ELL}) has {rules.ELL - 1}" in text
+    )
+    assert rules.exponential(1, 1.0, 64, 0.7) == pytest.approx(32, abs=0.5)
+    assert defaults["sjd"]["coupling"] == defaults["eagle2"]["coupling"] == "same-image"
 
 
 @pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.stem)
