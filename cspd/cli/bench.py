@@ -267,7 +267,7 @@ def _memory(engine: Engine, name: str, contender: Request, batch: int, num: int)
 
 # Columns of the report, each shown if a row has a value: title, width, key in the row, format.
 COLUMNS = [
-    ("guarantee", 9, "guarantee", ""),
+    ("guarantee", 11, "guarantee", ""),
     ("K", 3, "num_iter", ".0f"),
     ("cfg", 4, "cfg", "g"),
     ("batch", 5, "batch", "d"),

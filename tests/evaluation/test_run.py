@@ -91,7 +91,7 @@ def test_the_report_has_all_measurements(whole, capsys):
     }
     request["first_timestep"] = 950
     text = format_evaluation(report)
-    for printed in ("measured, chains from timestep 950\n", "0.046  s.d. of a token", "0.250  +- 0.125 nats"):
+    for printed in ("approximate, chains from timestep 950\n", "0.046  s.d. of a token", "0.250  +- 0.125 nats"):
         assert printed in text
 
 
