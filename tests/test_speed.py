@@ -196,7 +196,7 @@ def test_an_engine_has_slots_for_the_images_that_run_at_once(command, num, most,
         raise ValueError("enough")
 
     monkeypatch.setattr(sample, "load_engine", load)
-    image = str(bundled()["digits32"] / "target.png")
+    image = str(bundled()["digits32"] / "target.webp")
     own = {"sample": ["--labels", "0-9"], "edit": ["--label", "3", "--keep", "0.5", "--image", image]}
     assert main([command, *own[command], "--num", str(num), "--out", str(tmp_path)]) == 2
     assert slots == [most]
