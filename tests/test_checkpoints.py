@@ -231,7 +231,8 @@ def test_a_name_of_another_library_is_answered_with_ours(name, ours, toy):
 
 def test_classes_of_an_engine(toy, engine):
     assert (
-        toy.classes == [toy.name_of(Request(label, family="MAR")) for label in range(4)] and toy.classes[1] == "green"
+        toy.classes == [toy.name_of(toy.checked(Request(label, family="MAR"))) for label in range(4)]
+        and toy.classes[1] == "green"
     )
     assert engine.classes == [str(label) for label in range(10)]
 
