@@ -353,11 +353,6 @@ def register_family(
     NAMED_BY[name], SEARCHED[name], WINDOWS[name] = named_by, searched, windows
 
 
-def is_built_in(method: Method) -> bool:
-    """Whether a method comes with this package, not from a user."""
-    return method in _BUILT_IN
-
-
 def register(method: Method) -> None:
     """Adds a user's method. Requests, studies and the command line (`--plugin`) can use it from then on.
 
@@ -377,7 +372,7 @@ def register(method: Method) -> None:
     for other in METHODS:
         if (other.name, other.family) != (method.name, method.family):
             others.append(other)
-        elif is_built_in(other):
+        elif other in _BUILT_IN:
             raise ValueError(f"{method.name!r} is a built-in method for {method.family}: give yours another name")
     METHODS[:] = [*others, method]
 

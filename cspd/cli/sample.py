@@ -429,7 +429,7 @@ def tell(engine: Engine, checked: Prepared, record: dict, out: Path, heatmap: bo
         print(f"plan: {summary['plan']}")
     # only methods that choose the window themselves can give a reason for it
     elif summary["window"] is not None and (checked.request.window is None or checked.method.name == "speculative"):
-        why = engine.runners[checked.method.family].tuning.why(checked.request, engine.num_slots)
+        why = checked.runner.tuning.why(checked.request, engine.num_slots)
         print(f"window {summary['window']}: {why}")
     if heatmap:
         print(f"wrote {out / HEATMAP} (the cost of each token)")
@@ -503,7 +503,7 @@ def run_edit(args: argparse.Namespace) -> None:
         given = Inpainting.of(args.image, args.mask if args.keep is None else 1 - args.keep)
     engine = load_engine(args, min(args.max_batch, args.num))
     asked = request_of(args, args.label, args.seed, prompt=args.prompt, negative_prompt=args.negative_prompt)
-    runner = engine.runners[engine.checked(asked).method.family]
+    runner = engine.checked(asked).runner
     size = runner.image_size
     known = given or placed(args.image, args.place, size)
     # a change of size is printed once, not as a warning of every request

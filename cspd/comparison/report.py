@@ -95,7 +95,6 @@ COLUMNS = [
         "VQ tokens committed per forward pass of the target: mean over the images{deviation}.",
     ),
     Column("alpha", "alpha", ".3f", "Acceptance rate: accepted drafts divided by verified drafts."),
-    Column("resample_tries", "tries", ".1f", "Candidates of the residual distribution per rejected draft."),
     Column(
         "accuracy", "class acc.", ".3f", "Fraction of the images that the classifier assigns to their class{interval}."
     ),

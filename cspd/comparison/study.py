@@ -358,6 +358,24 @@ class Configuration:
         return self.request.method == "ar" and self.seed is None
 
 
+def _sharing(load: Callable[[dict], Engine]) -> Callable[[dict, int | None], Engine]:
+    """Gives an engine of models and a batch size, by default that of `load`; rows with the same files share one."""
+    engines: dict[tuple, Engine] = {}
+
+    def engine_of(models: dict, max_batch: int | None) -> Engine:
+        sources = tuple(sorted((key, str(value)) for key, value in models.items()))
+        if (sources, None) not in engines:
+            engines[sources, None] = load(models)
+        engine = engines[sources, None]
+        if max_batch is None or max_batch == engine.num_slots:
+            return engine
+        if (sources, max_batch) not in engines:
+            engines[sources, max_batch] = engine.with_slots(max_batch)
+        return engines[sources, max_batch]
+
+    return engine_of
+
+
 def configurations(
     entries: Sequence[dict], common: dict, load: Callable[[dict], Engine], asked: Request = ANY
 ) -> list[Configuration]:
@@ -379,24 +397,17 @@ def configurations(
             the same name.
     """
     shared = asked.but(**_those_of(request_keys(), common))
-    engines: dict[tuple, Engine] = {}  # by the files of their models, and their own batch size or None
+    engine_of = _sharing(load)
 
     def make(name: str, own: dict, request: Request) -> Configuration:
         models = {"checkpoint": BUNDLED["MAR"]}
         for key, value in _those_of(MODELS, common | own).items():
             if value is not None:
                 models[key] = value
-        # rows with the same files share an engine
-        sources = tuple(sorted((key, str(value)) for key, value in models.items()))
-        if (sources, None) not in engines:
-            engines[sources, None] = load(models)
-        engine = engines[sources, None]
         max_batch = own.get("max_batch")
-        if max_batch is not None and max_batch != engine.num_slots:
+        if max_batch is not None:
             check_integer(f"{name}: max_batch", max_batch, 1, MOST, HELP)
-            if (sources, max_batch) not in engines:
-                engines[sources, max_batch] = engine.with_slots(max_batch)
-            engine = engines[sources, max_batch]
+        engine = engine_of(models, max_batch)
         seed = own.get("seed")
         with _naming(name):
             engine.check(request.but(seed=0 if seed is None else seed))

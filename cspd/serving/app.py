@@ -284,6 +284,13 @@ def app_of(jobs: Jobs, gallery: Gallery | None = None, **access: Any) -> fastapi
 
     v1.add_routes(app, jobs)
 
+    _add_page(app, jobs, gallery)
+    return app
+
+
+def _add_page(app: fastapi.FastAPI, jobs: Jobs, gallery: Gallery | None) -> None:
+    """Adds the page, and what it asks for."""
+
     @app.get("/api/models")
     async def models(request: fastapi.Request, response: fastapi.Response) -> dict:
         address = address_of(request)
@@ -320,7 +327,6 @@ def app_of(jobs: Jobs, gallery: Gallery | None = None, **access: Any) -> fastapi
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     app.mount("/", Page(directory=PAGE, html=True))
-    return app
 
 
 class Page(StaticFiles):

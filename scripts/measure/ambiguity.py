@@ -281,21 +281,37 @@ def measure(engine: cspd.Engine, args: argparse.Namespace) -> tuple[dict, Image.
     for name in ("near codes", "any codes"):
         images[name] = runner.decode(torch.stack(others[name])).cpu()
     images["a changed token"] = torch.stack(others["a changed token"])
-    means = {name: {"mean": sum(v) / len(v), "standard_error": standard_error(v)} for name, v in by_image.items()}
     farthest = min(runner.seq_len - 1, ROWS * runner.config.grid)
     by_offset = (offsets[0] / offsets[1].clamp(min=1))[1 : 1 + farthest].tolist()
-    report = {
-        "images": args.num,
+    report = reported(by_image, by_offset, images, sampling)
+    return report, pictured(report, maps, images)
+
+
+def reported(
+    by_image: dict[str, list[float]], by_offset: list[float], images: dict[str, Tensor], sampling: VQDefaults
+) -> dict:
+    """The report, from the means of each image and the images [n, 3, H, W] by their name."""
+    means = {}
+    for name, values in by_image.items():
+        means[name] = {"mean": sum(values) / len(values), "standard_error": standard_error(values)}
+    differences = {}
+    for name in ("near codes", "any codes"):
+        differences[name] = pixel_difference(images["sampled"], images[name])
+    return {
+        "images": len(images["sampled"]),
         "settings": {option.name: getattr(sampling, option.name) for option in VQ_OPTIONS},
         "means": means,
         "total_variation_by_offset": by_offset,
-        "pixel_difference": {
-            name: pixel_difference(images["sampled"], images[name]) for name in ("near codes", "any codes")
-        },
+        "pixel_difference": differences,
     }
-    rows = [(name, [to_pil(image) for image in of_row[:IMAGES]]) for name, of_row in images.items()]
-    grid = seed_grid(rows, [f"image {i}" for i in range(min(IMAGES, args.num))])
-    return report, stacked([plotted(means, by_offset, maps), grid])
+
+
+def pictured(report: dict, maps: tuple[np.ndarray, np.ndarray], images: dict[str, Tensor]) -> Image.Image:
+    """The plots of a report, and the first images below."""
+    rows = [(name, [to_pil(image) for image in own[:IMAGES]]) for name, own in images.items()]
+    titles = [f"image {i}" for i in range(min(IMAGES, report["images"]))]
+    plots = plotted(report["means"], report["total_variation_by_offset"], maps)
+    return stacked([plots, seed_grid(rows, titles)])
 
 
 if __name__ == "__main__":

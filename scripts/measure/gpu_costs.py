@@ -3,6 +3,7 @@
 python scripts/measure/gpu_costs.py          prints the table
 python scripts/measure/gpu_costs.py --write  puts it into docs/gpu.md
 python scripts/measure/gpu_costs.py --measured gpu/fast.json  prints it with times of `cspd gpu-check fast` beside them
+python scripts/measure/gpu_costs.py --plan   prints the plans of `budget` that the table assumes (minutes on first use)
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,10 +19,14 @@ from typing import NamedTuple
 import numpy as np
 from tabulate import tabulate
 
+import cspd
+from cspd import Request
 from cspd.heads.speculative import PASSES
 from cspd.masked.backbones import FRACTIONS, MIN_SELECTED, SELECTING, full_iterations
 from cspd.masked.orders import cosine
+from cspd.masked.plan import LAZY, best_plan, chain_seconds
 from cspd.terminal import number_list
+from cspd.tuner import Times
 from mar.checkpoint import MARS
 from mar.model import MARConfig
 
@@ -30,11 +36,10 @@ SIZES = {"B": "mar_base", "L": "mar_large", "H": "mar_huge"}
 BATCHES, ITERATIONS = (1, 8, 64), (64, 16)
 HEAD_CALLS = 10  # N of `calibrated`
 CALLS = {12: 11.4, 24: 8.2}  # head calls per token by W, of `digits32` with guidance: docs/results.md
-# by K, what the dial would choose for `--budget 0.3` with linear guidance, if a call took the times below of MAR-L at
-# batch 64 and the prices were those of `digits32`: iterations that begin a round, rounds that evaluate the whole
+# by K, the plan of `--budget 0.3` that --plan prints: iterations that begin a round, rounds that evaluate the whole
 # transformer, head calls, and how many of these there are for one of both branches
 PLANS = {
-    64: ("0,4,8,14,17,20,23,26,29,32,35,37,40,43,46,49,52,55,58,60,62", "0,6,11,15", 32, 4),
+    64: ("0,4,8,13,17,21,25,29,32,35,37,40,43,46,49,52,55,58,60,62", "0,6,11,15", 32, 2),
     16: ("0,2,4-15", "0,6,11", 32, 4),
 }
 LONGEST = 1.08  # rounds of the slowest token of an iteration, over the mean of tokens
@@ -367,7 +372,29 @@ def speculative(window: int, of: Iterations) -> list[Piece]:
     ]
 
 
-METHODS = {
+def plan(num_iter: int) -> dict:
+    """The settings of `--budget 0.3` for MAR-L at batch 64 with linear guidance, at the prices of `digits32`."""
+    request = Request(0, method="budget", budget=0.3, num_iter=num_iter, cfg=3.0, cfg_schedule="linear")
+    with cspd.load("digits32", device="cpu") as engine:
+        request = engine.check(request)
+        prices = engine.runner.tuning.prices(request)
+    config, batch = MARS["mar_large"].config, 64
+    of = Iterations(config, *iterations(num_iter, config.seq_len), batch, H200, KERNELS, graphs=True)
+    numbers = 1 + np.arange(num_iter)
+    is_never = np.zeros(num_iter, bool)
+    times = Times({"full": np.array([numbers, of.z(KERNELS.backbone, 0).on_device(H200)])})
+    for i, lazy in enumerate(LAZY):
+        times[f"lazy {i}"] = np.array([numbers, of.cached_z(is_never, float(str(lazy["retain"]))).on_device(H200)])
+    rows = 4.0 ** np.arange(8)
+    for name, classes in (("both", 2.0), ("one", 1.0)):
+        alone = of._replace(known=np.zeros_like(rows), tokens=rows, batch=1)
+        call = [alone.call(KERNELS.window, 1.0, classes=classes), alone.table((0, 0), 1, classes)]
+        times[name] = np.array([rows, sum(piece.on_device(H200) for piece in call)])
+    exact_head = float(chain_seconds(times, of.tokens * batch, STEPS, 0).sum())
+    return best_plan(request, prices, times, of.tokens, batch, exact_head).settings
+
+
+METHODS: dict[str, Callable[[Iterations], list[Piece]]] = {
     "published": published,
     "ar": ar,
     **{f"speculative W={window}": functools.partial(speculative, window) for window in CALLS},
@@ -424,8 +451,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put the table into docs/gpu.md")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="a report of `cspd gpu-check fast`")
+    parser.add_argument("--plan", action="store_true", help="print the plans of `budget` for the table")
     args = parser.parse_args()
-    if args.write:
+    if args.plan:
+        for num_iter in ITERATIONS:
+            print(num_iter, plan(num_iter))
+    elif args.write:
         DOCS.write_text(written(DOCS.read_text()))
     else:
         print(table(json.loads(args.measured.read_text())["cases"] if args.measured else None))
