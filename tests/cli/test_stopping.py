@@ -74,13 +74,18 @@ def test_a_signal_ends_a_command_which_reports_its_progress(command, number, mor
 @pytest.mark.slow
 def test_calibrate_caches_what_was_finished(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("cspd.files.STEADY", float("inf"))  # this machine may be busy
-    costs = tmp_path / "cspd" / "costs.json"
-    thread = stopping(costs.exists, signal.SIGTERM)
+    monkeypatch.setattr("cspd.tuner.STEADY", float("inf"))  # this machine may be busy
+
+    def cached():
+        return [*(tmp_path / "cspd").glob("*.safetensors")]
+
+    thread = stopping(cached, signal.SIGTERM)
     assert main(["calibrate", "--checkpoint", small_checkpoint(), "--cfg", "1.7"]) == 128 + signal.SIGTERM
     thread.join()
     assert capsys.readouterr().err.splitlines()[-1].endswith("cspd: stopped")
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["costs.json"]
+    (times,) = cached()  # what was timed first; nothing of the fit that was stopped
+    assert times.name.startswith("times-")
+    assert [path for path in (tmp_path / "cspd").rglob("*") if path.is_file()] == [times]
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="/proc tells when torch is being loaded")
