@@ -679,7 +679,7 @@ def _panels(report: dict) -> list[Panel]:
     return panels
 
 
-MOST_CURVES = 10  # in a plot that has one for each row
+MOST_CURVES = 6  # in a plot that has one for each row
 BINS = 32  # of the generation order
 
 
