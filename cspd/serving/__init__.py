@@ -1,1 +1,1 @@
-"""`cspd serve`: a web page and an HTTP API whose users share the engines."""
+"""`cspd serve`: a web page and an HTTP API whose users share an engine."""

@@ -26,7 +26,7 @@ from cspd.terminal import is_out_of_memory, value_of
 
 # Bodies.
 
-MOST_PIXELS = 1024 * 1024  # of an image: engines cache the last images as tensors
+MOST_PIXELS = 1024 * 1024  # of an image: an engine caches the last images as tensors
 MOST_BYTES = 8 * 2**20  # of a request: PNGs of an image and a mask of `MOST_PIXELS` of noise take 6.7 MiB
 MOST_SECONDS = 60.0  # for a request to arrive
 MOST_PARTS = 2_000  # commas and brackets, a bound on the number of values: to validate millions takes minutes
