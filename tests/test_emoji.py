@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from argparse import ArgumentTypeError
 
 import emoji
 import pytest
@@ -72,3 +73,12 @@ def test_a_package_with_another_digest_is_refused(tmp_path):
     (tmp_path / "emojibase-data-17.0.0.tgz").write_bytes(b"something else")
     with pytest.raises(OSError, match=r"emojibase-data-17.0.0\.tgz"):
         emoji.fetched(emoji.EMOJIBASE, tmp_path)
+
+
+def test_sets_of_drawings():
+    """A set may be limited to some classes; an unknown one is named."""
+    every = emoji.chosen_sets("noto")["noto"]
+    assert emoji.chosen_sets("noto,twemoji:flags") == {"noto": every, "twemoji": ["flags"]} and "flags" in every
+    for wrong in ("openmoji", "noto:cats", ""):
+        with pytest.raises(ArgumentTypeError):
+            emoji.chosen_sets(wrong)

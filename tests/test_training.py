@@ -273,8 +273,8 @@ def test_half_precision_of_a_stored_head_costs_nothing(tmp_path):
     assert 316 * error < 0.15  # it is 0.5 if every layer is in half precision
 
 
-def data(folder, size=SIZE, upright=""):
-    return data_of(Namespace(data=str(folder), size=size, upright=upright))
+def data(folder, size=SIZE, upright="", augment=1.0):
+    return data_of(Namespace(data=str(folder), size=size, upright=upright, augment=augment))
 
 
 def test_images_are_augmented(folder):
@@ -292,6 +292,18 @@ def test_images_are_augmented(folder):
     upright = (labels == 0) | (labels == 3)
     assert not mirrored[upright].any()
     assert 0.35 < mirrored[~upright].float().mean() < 0.65
+
+
+def test_a_share_of_the_augmentation(folder):
+    """With 0 training images are those of the files, mirrored or not; with less, they differ less from them."""
+    shown = {}
+    for augment in (0.0, 0.3, 1.0):
+        own = data(folder, upright=",".join(CLASSES), augment=augment)
+        shown[augment] = own.draw(100, 5, "train")[0]
+    still = {image.numpy().tobytes() for image in shown[0.0]}
+    assert len(still) <= 100 * 9 // 10 and len({image.numpy().tobytes() for image in shown[1.0]}) == 100
+    with pytest.raises(ValueError):
+        data(folder, augment=1.5)
 
 
 def test_held_out_images(folder, tmp_path):

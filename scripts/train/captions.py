@@ -68,14 +68,14 @@ def read_captions(path: Path) -> list[Caption]:
     return [found[key] for key in sorted(found)]
 
 
-def pictures_of(captions: Sequence[Caption], upright: Sequence[str], size: int) -> Data:
+def pictures_of(captions: Sequence[Caption], upright: Sequence[str], size: int, augment: float = 1.0) -> Data:
     """The images of captions; the index of a caption is their label.
 
     In training images are mirrored, unless the name has "left" or "right", or the class is in `upright`.
     """
     paths = [[str(file) for file in caption.files] for caption in captions]
     mirrored = [caption.category not in upright and not SIDES.search(caption.name) for caption in captions]
-    draw = drawing(default_loader, {"train": paths, "held-out": paths}, mirrored, size)
+    draw = drawing(default_loader, {"train": paths, "held-out": paths}, mirrored, size, augment)
     return Data([caption.name for caption in captions], draw)
 
 

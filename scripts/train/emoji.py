@@ -258,18 +258,38 @@ def wanted(code: str, emoji: Emoji, vendor: str) -> bool:
     return emoji.tone == 1 + digest(f"{emoji.family} {vendor}") % TONES
 
 
+def chosen_sets(given: str) -> dict[str, list[str]]:
+    """The classes of each set of drawings in --sets, such as fluent-flat,twemoji:flags."""
+    chosen: dict[str, list[str]] = defaultdict(list)
+    for each in given.split(","):
+        vendor, _, category = each.partition(":")
+        if vendor not in VENDORS or (category and category not in CLASSES):
+            known = f"the sets are {', '.join(VENDORS)}; the classes are {', '.join(CLASSES)}"
+            raise argparse.ArgumentTypeError(f"{each}: {known}")
+        chosen[vendor] += [category] if category else CLASSES
+    return chosen
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packages", type=Path, default=Path("data/packages"), help="directory of fetched files")
     parser.add_argument("--out", type=Path, default=Path("data/emoji64"), help="gets train/, held_out/, captions.json")
+    parser.add_argument(
+        "--sets",
+        type=chosen_sets,
+        default=",".join(VENDORS),
+        help="sets of drawings, separated by commas; twemoji:flags has those of a class only (default: all)",
+    )
     args = parser.parse_args()
 
     emojis, hexcodes = unicode_list(fetched(EMOJIBASE, args.packages))
     held_out = held_out_families(emojis)
     captions = {}
-    for vendor, (package, _, _, read) in VENDORS.items():
+    for vendor, classes in args.sets.items():
+        package, _, _, read = VENDORS[vendor]
         found = dict(read(fetched(package, args.packages), hexcodes))
-        codes = sorted(code for code in found if code in emojis and wanted(code, emojis[code], vendor))
+        drawn = sorted(code for code in found if code in emojis and emojis[code].category in classes)
+        codes = [code for code in drawn if wanted(code, emojis[code], vendor)]
         for code in tqdm(codes, desc=vendor):
             emoji = emojis[code]
             split = "held_out" if (emoji.category, emoji.family) in held_out else "train"

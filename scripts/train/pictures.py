@@ -17,6 +17,7 @@ from torchvision.transforms import v2
 from cspd.evaluation.images import image_files
 
 DIGITS = "digits"
+DATA_OPTIONS = ("data", "size", "upright", "augment")  # the flags that decide what is drawn
 HELD_OUT_EVERY = 10  # one in ten images of a class is held out, unless the directory has held_out/
 MARGIN = 1 / 16  # padding before the random crop, as a fraction of the side
 LEAST_AREA = 0.8  # of the crop, as a fraction of the padded image
@@ -43,8 +44,20 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", default=DIGITS, help="'digits', or a directory with one directory of images per class"
     )
-    parser.add_argument("--size", type=int, default=32, help="pixels per side; images of another size are resized")
+    add_drawing_options(parser, size=32)
+
+
+def add_drawing_options(parser: argparse.ArgumentParser, size: int) -> None:
+    """Adds the flags that say how an image is drawn, with the default size."""
+    parser.add_argument("--size", type=int, default=size, help="pixels per side; images of another size are resized")
     parser.add_argument("--upright", default="", help="classes whose images are never mirrored, separated by commas")
+    parser.add_argument(
+        "--augment",
+        type=float,
+        default=1.0,
+        help="how far training images of a directory are shifted, enlarged and turned in hue, 0 to 1; 0: only mirrored"
+        " (default: 1)",
+    )
 
 
 def data_of(args: argparse.Namespace) -> Data:
@@ -55,14 +68,18 @@ def data_of(args: argparse.Namespace) -> Data:
 
     Raises:
         FileNotFoundError: the directory does not exist, or a class has no images.
-        ValueError: the directory does not have this form, a class has a single image, or --size or --upright is
-            invalid for the data.
+        ValueError: the directory does not have this form, a class has a single image, or --size, --upright or
+            --augment is invalid for the data.
     """
+    if not 0 <= args.augment <= 1:
+        raise ValueError(f"--augment {args.augment}: expected 0 to 1")
     if args.data == DIGITS:
         if args.size != 32:
             raise ValueError(f"--size {args.size}: coloured digits have 32 pixels per side")
         if args.upright:
             raise ValueError(f"--upright {args.upright}: digits are never mirrored, so omit the flag")
+        if args.augment != 1:
+            raise ValueError(f"--augment {args.augment}: digits are drawn anew each time, so omit the flag")
         return Data([str(digit) for digit in range(10)], coloured_digits)
 
     folder = Path(args.data)
@@ -87,7 +104,7 @@ def data_of(args: argparse.Namespace) -> Data:
                 raise ValueError(f"{folder}: the class {name} has no image in {split}: add at least two images")
     upright = chosen_classes(args.upright, images.classes, folder)
     mirrored = [name not in upright for name in images.classes]
-    return Data(images.classes, drawing(images.loader, paths, mirrored, args.size))
+    return Data(images.classes, drawing(images.loader, paths, mirrored, args.size, args.augment))
 
 
 def chosen_classes(given: str, classes: Sequence[str], of: Path) -> list[str]:
@@ -125,20 +142,20 @@ def _by_class(images: ImageFolder) -> list[list[str]]:
     return paths
 
 
-def drawing(load: Callable, paths: dict[str, list[list[str]]], mirrored: list[bool], size: int) -> Callable:
+def drawing(
+    load: Callable, paths: dict[str, list[list[str]]], mirrored: list[bool], size: int, augment: float = 1.0
+) -> Callable:
     """The `draw` of a data set, from files by split and label; training mirrors images of `mirrored` labels."""
     square = v2.Compose([v2.ToImage(), v2.Resize(size), v2.CenterCrop(size)])
     mirror = v2.RandomHorizontalFlip()
-    padded = v2.Pad(round(size * MARGIN), padding_mode="edge")
-    cut = v2.RandomResizedCrop(size, scale=(LEAST_AREA, 1), ratio=(1, 1), interpolation=v2.InterpolationMode.BICUBIC)
-    augment = v2.Compose([padded, cut, v2.ColorJitter(hue=HUE)])
+    changed = v2.Identity() if augment == 0 else changing(size, augment)
 
     def image(split: str, label: int) -> Tensor:
         own = paths[split][label]
         picked = square(load(own[int(torch.randint(len(own), ()))]))
         if split == "held-out":
             return picked
-        return augment(mirror(picked) if mirrored[label] else picked)
+        return changed(mirror(picked) if mirrored[label] else picked)
 
     def draw(num: int, seed: int, split: str = "train", labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
         with torch.random.fork_rng(devices=[]):  # torchvision uses torch's global generator
@@ -149,6 +166,14 @@ def drawing(load: Callable, paths: dict[str, list[list[str]]], mirrored: list[bo
         return images.float() / 127.5 - 1, labels
 
     return draw
+
+
+def changing(size: int, augment: float) -> v2.Transform:
+    """Shifts, enlarges and turns the hue of an image at random, by `augment` of the most that is ever done."""
+    padded = v2.Pad(round(size * MARGIN * augment), padding_mode="edge")
+    least = 1 - (1 - LEAST_AREA) * augment
+    cut = v2.RandomResizedCrop(size, scale=(least, 1), ratio=(1, 1), interpolation=v2.InterpolationMode.BICUBIC)
+    return v2.Compose([padded, cut, v2.ColorJitter(hue=HUE * augment)])
 
 
 def psnr_of(mse: Tensor) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pictures import Data, add_data_options, data_of
+from pictures import DATA_OPTIONS, Data, add_data_options, data_of
 from torch import Tensor
 from torch.nn import functional as F
 from training import HELD_OUT_SEED, Loss, chosen, device_of_process, export, fit, is_first, run_main
@@ -65,7 +65,7 @@ def report(model: Classifier, data: Data) -> None:
 
 def main() -> None:
     args = arguments()
-    settings = chosen(args, "data", "size", "upright", "arch", "steps", "batch", "lr", "weight_decay")
+    settings = chosen(args, *DATA_OPTIONS, "arch", "steps", "batch", "lr", "weight_decay")
     data = data_of(args)
     device = device_of_process()
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pictures import Data, add_data_options, data_of
+from pictures import DATA_OPTIONS, Data, add_data_options, data_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training import HELD_OUT_SEED, Loss, chosen, device_of_process, export, fit, go_on_with, is_first, run_main
@@ -97,7 +97,7 @@ def main() -> None:
     data = data_of(args)
     device = device_of_process()
     tokenizer = load_tokenizer(args.tokenizer).to(device)
-    settings = chosen(args, "data", "size", "upright", "arch", "steps", "batch", "lr", "first_seed") | {
+    settings = chosen(args, *DATA_OPTIONS, "arch", "steps", "batch", "lr", "first_seed") | {
         "tokenizer": file_fingerprint(args.tokenizer)
     }
     torch.manual_seed(0)

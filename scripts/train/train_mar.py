@@ -21,7 +21,7 @@ from pathlib import Path
 import first_step
 import torch
 from latents import Batch, Batches, Guessing, latents
-from pictures import add_data_options, data_of
+from pictures import DATA_OPTIONS, add_data_options, data_of
 from torch import Tensor
 from torch.nn import functional as F
 from training import Loss, chosen, device_of_process, export, fit, go_on_with, run_main
@@ -197,7 +197,7 @@ def main() -> None:
     source = data_of(args)
     vae = load_vae(args.vae, sizes=described(args.vae.parent).sizes.get("vae"))
     num_classes = len(source.classes)
-    drawn = chosen(args, "data", "size", "upright", "images") | {"vae": file_fingerprint(args.vae)}
+    drawn = chosen(args, *DATA_OPTIONS, "images") | {"vae": file_fingerprint(args.vae)}
     settings = drawn | chosen(args, "arch", "steps", "batch", "rows", "mask_ratio_min", "lr")
     data = latents(encoder(vae, device), source, args.images, device, args.latents, drawn)
     batches = Batches(data, args.batch, args.mask_ratio_min, device)

@@ -35,7 +35,7 @@ import torch
 import train_mar
 import train_sphere
 from latents import Guessing, Latents, latents
-from pictures import add_data_options, data_of
+from pictures import DATA_OPTIONS, add_data_options, data_of
 from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
@@ -511,7 +511,7 @@ def main() -> None:
     sys.path.insert(0, args.folder)
     device, code = device_of_process(), CODES[args.code]
     data, source = data_of(args), source_of(args.vae, device)
-    drawn = chosen(args, "data", "size", "upright", "images") | {"vae": file_fingerprint(args.vae)}
+    drawn = chosen(args, *DATA_OPTIONS, "images") | {"vae": file_fingerprint(args.vae)}
     settings = drawn | chosen(args, "code", "patch", "width", "layers", "steps", "batch", "lr")
     encoded = latents(source.encode, data, args.images, device, args.latents, drawn)
 

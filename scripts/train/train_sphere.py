@@ -20,7 +20,7 @@ from pathlib import Path
 import spherical
 import torch
 from latents import Guessing, Latents, latents
-from pictures import add_data_options, data_of
+from pictures import DATA_OPTIONS, add_data_options, data_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training import Loss, chosen, device_of_process, export, fit, go_on_with, run_main
@@ -152,7 +152,7 @@ def main() -> None:
     source, vae = data_of(args), load_autoencoder(args.vae)
     if not isinstance(vae, SphereVAE):
         raise ValueError(f"{args.vae} is not an S-VAE: pass a file of train_vae.py --arch s_vae_...")
-    drawn = chosen(args, "data", "size", "upright", "images") | {"vae": file_fingerprint(args.vae)}
+    drawn = chosen(args, *DATA_OPTIONS, "images") | {"vae": file_fingerprint(args.vae)}
     settings = drawn | chosen(args, "arch", "steps", "batch", "draws", "lr")
     data = latents(encoder(vae, device), source, args.images, device, args.latents, drawn)
 

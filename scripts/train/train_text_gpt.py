@@ -23,7 +23,7 @@ from random import Random
 import torch
 from captions import Caption, held_out_names, labels_of, pictures_of, read_captions, read_list, text_of
 from codes import Codes, cached, of_images
-from pictures import chosen_classes
+from pictures import add_drawing_options, chosen_classes
 from text_models import TextGPT, new_encoder, new_tokenizer, read_encoder, save_encoder, tokens_of
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -58,8 +58,7 @@ def arguments() -> argparse.Namespace:
         "--captions", type=Path, default=Path("data/emoji64/captions.json"), help="images are next to it"
     )
     parser.add_argument("--held-out", type=Path, help="a list of scripts/train/captions.py; half of it is held out")
-    parser.add_argument("--size", type=int, default=64, help="pixels per side; images of another size are resized")
-    parser.add_argument("--upright", default="", help="classes whose images are never mirrored, separated by commas")
+    add_drawing_options(parser, size=64)
     parser.add_argument("--arch", default="gpt_emoji64_text", choices=of_texts)
     parser.add_argument(
         "--tokenizer", type=Path, required=True, help="file of the images' tokenizer, see train_tokenizer.py"
@@ -121,17 +120,17 @@ def codes_of(
     """Tokens of `num` images, labelled by the index of their captions, from --codes or computed; raises as `cached`."""
     pictures = [(caption.name, caption.category, [file.name for file in caption.files]) for caption in captions]
     first_seed = args.first_seed if split == "train" else HELD_OUT_SEED
-    made_with = {"size": args.size, "upright": args.upright, "first_seed": first_seed}
+    made_with = {**chosen(args, "size", "upright", "augment"), "first_seed": first_seed}
     made_with["tokenizer"] = file_fingerprint(args.tokenizer)
     made_with["pictures"] = hashlib.sha256(json.dumps(pictures).encode()).hexdigest()
-    data = pictures_of(captions, args.upright, args.size)
+    data = pictures_of(captions, args.upright, args.size, args.augment)
     make = of_images(data, split, labels_of(captions), images, first_seed, device)
     return cached(make, num, args.codes / split, made_with, device)
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, str]:
     """The settings that a run depends on, with fingerprints of files."""
-    names = ("size", "upright", "arch", "vocabulary", "images", "first_seed", "steps", "batch", "lr")
+    names = ("size", "upright", "augment", "arch", "vocabulary", "images", "first_seed", "steps", "batch", "lr")
     settings = {name: str(value) for name, value in chosen(args, *names).items()}
     files = {"captions": [args.captions], "tokenizer": [args.tokenizer], "held_out": [], "text_encoder": []}
     if args.held_out:

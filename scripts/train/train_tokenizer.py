@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from pictures import Data, add_data_options, data_of, psnr_of
+from pictures import DATA_OPTIONS, Data, add_data_options, data_of, psnr_of
 from torch import Tensor
 from training import (
     HELD_OUT_SEED,
@@ -105,7 +105,7 @@ def report(model: VQModel, images: Tensor) -> None:
 
 def main() -> None:
     args = arguments()
-    settings = chosen(args, "data", "size", "upright", "arch", "steps", "batch", "lr")
+    settings = chosen(args, *DATA_OPTIONS, "arch", "steps", "batch", "lr")
     data = data_of(args)
     device = device_of_process()
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import spherical
 import torch
-from pictures import Data, add_data_options, data_of, psnr_of
+from pictures import DATA_OPTIONS, Data, add_data_options, data_of, psnr_of
 from torch import Tensor
 from training import HELD_OUT_SEED, Loss, chosen, device_of_process, export, fit, go_on_with, is_first, run_main
 
@@ -95,7 +95,7 @@ def loss_of(vae: Autoencoder, data: Data, args: argparse.Namespace, device: torc
 
 def main() -> None:
     args = arguments()
-    settings = chosen(args, "data", "size", "upright", "arch", "steps", "batch", "lr", "variance", "free_nats")
+    settings = chosen(args, *DATA_OPTIONS, "arch", "steps", "batch", "lr", "variance", "free_nats")
     data = data_of(args)
     device = device_of_process()
     torch.manual_seed(0)
