@@ -135,28 +135,43 @@ class Prepared:
 def complete(
     request: Request,
     method: Method,
+    runner: ModelRunner,
     common: tuple[Option, ...],
     model_defaults: Mapping[str, object],
-    num_classes: int,
 ) -> Request:
-    """Fills in all defaults of a request and checks its settings one by one.
+    """Fills in all defaults of a request, and checks its settings, one by one and together.
 
     Args:
         common: options that all methods of the family have.
         model_defaults: the target's default values for them.
-        num_classes: number of classes; 0 for a text-to-image model.
 
     Raises:
-        ValueError: a setting has a wrong type, is out of range, or does not apply to the other settings.
+        ValueError: a setting has a wrong type, is out of range, or does not go with the others; or the method needs a
+            model that the engine does not have.
     """
     # Defaults first: whether an option applies depends on the values of other options.
     settings = {**model_defaults, **request.settings}
     request = method.fill(dataclasses.replace(request, settings=settings))
-    if num_classes:
-        _check_class(request, num_classes)
+    if runner.num_classes:
+        _check_class(request, runner.num_classes)
     else:
         _check_text(request)
     check_seed(request.seed)
+    request = _with_checked_settings(request, method, common)
+    for name in sorted(method.uses(request)):
+        if runner.models[name] is None:
+            raise ValueError(f"method={method.name!r} needs {_MISSING[name]} on the command line")
+    method.check(request, runner)
+    return request
+
+
+_MISSING = {  # by the name of a model in `Method.uses`
+    "draft": "a draft model, and this engine has none: give it to load(..., draft=file), or with --draft-checkpoint",
+    "eagle": "an EAGLE drafter, and this engine has none: give it to load(..., eagle=file), or with --eagle",
+}
+
+
+def _with_checked_settings(request: Request, method: Method, common: tuple[Option, ...]) -> Request:
     shared = {option.name: option for option in common}
     checked: dict[str, Any] = {}
     for name, value in request.settings.items():
@@ -165,7 +180,7 @@ def complete(
         if option is None:
             _check_is_off(name, value, request, method)
             continue
-        option.check(value)
+        option.check(value, request.settings)
         if option.kind is float:  # so that tensors and records have one type
             checked[name] = float(checked[name])
     return dataclasses.replace(request, settings=checked)
@@ -243,9 +258,8 @@ def _check_prefix(request: Request, runner: ModelRunner) -> None:
 def _check_is_off(name: str, value: object, request: Request, method: Method) -> None:
     """Raises ValueError unless `value` turns off an option that does not apply to the request."""
     options = [option for option in method.options if option.name == name]
-    for option in options:
-        if type(value) is type(option.off) and value == option.off:  # False is not 0 here
-            return
+    if any(option.is_off(value) for option in options):
+        return
     if not options:
         raise ValueError(f"{name}={value!r} is not an option of {method.name!r}: omit {name}")
     selector = ""
@@ -266,6 +280,7 @@ class ModelRunner(Protocol):
         seq_len: tokens per image. image_size: pixels per side of an image.
         num_classes: labels are 0 .. num_classes - 1; 0 for a text-to-image model.
         at_once: images that run together, for which the request that is being resolved is planned: at most one a slot.
+        models: the models by name: "target", and others, such as "draft", which are None if the engine lacks them.
         tokens: of running sequences, [number of slots, at least seq_len(, d)].
         graphs: captures and replays work of fixed shape. noise: a module with the functions of `cspd.noise`.
         tuning: the family's measurements on this device.
@@ -277,6 +292,7 @@ class ModelRunner(Protocol):
     num_classes: int
     image_size: int
     at_once: int
+    models: dict[str, Any]
     tokens: Tensor
     graphs: Graphs
     noise: types.ModuleType

@@ -19,9 +19,11 @@ from cspd.terminal import LARGEST_SEED, shortened
 # Command-line flags and their help, the checks of a request, the keys of study files, the settings in JSON records and
 # the tables in the docs are all read from here.
 
+EMPTY: Mapping[str, Any] = types.MappingProxyType({})
 LARGEST_FLOAT = 3e38  # of any float: float32 can hold it
 LARGEST_INTEGER = 2**31 - 1  # of any integer: arrays count with int32
 _NAMES: set[str] = set()  # of all declared options, so that a request notices a misspelt one
+_DECIDED: set[str] = set()  # of those that are `decided`
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,9 +37,11 @@ class Option:
         default: the value if the request leaves it open; None: the model's default, or decided later.
         implied: the default is left out of resolved requests; the code that reads the option supplies it.
         low, high: the range of a number, both included; without `high`, the range of float32 or int32.
-        above: the value must be larger than this.
+        above: the value must be larger than this. at_most: another setting, whose value it may not exceed.
+        needs_noise: values but 0 have no meaning at temperature 0.
         only_with: the name of another option, and the values of it that this option applies to.
-        off: a value that disables the option, accepted even if `only_with` excludes the option.
+        off: a value that disables the option. It is valid even outside the range, or if the option does not apply.
+        decided: the method chooses the value if the request leaves it open; a resumed run keeps the earlier choice.
         metavar: the value's name in `--help`.
     """
 
@@ -49,12 +53,17 @@ class Option:
     low: float = 0
     high: float = LARGEST_FLOAT
     above: float | None = None
+    at_most: str | None = None
+    needs_noise: bool = False
     only_with: tuple[str, Collection[str]] | None = None
     off: object = None
+    decided: bool = False
     metavar: str | None = None
 
     def __post_init__(self) -> None:
         _NAMES.add(self.name)
+        if self.decided:
+            _DECIDED.add(self.name)
 
     def but(self, **changes: Any) -> Option:
         """The option with some attributes replaced, such as its default."""
@@ -68,6 +77,12 @@ class Option:
     @property
     def range(self) -> str:
         """The allowed values, in words."""
+        off = f"{self.off}, or " if isinstance(self.off, int) and self.off < self.low else ""
+        most = f", at most {self.at_most}" if self.at_most else ""
+        return off + self._own_range + most
+
+    @property
+    def _own_range(self) -> str:
         if self.kind in (bool, str):
             return "True or False" if self.kind is bool else "a text"
         if not isinstance(self.kind, type):
@@ -89,9 +104,12 @@ class Option:
         other, values = self.only_with
         return settings.get(other) in values
 
-    def check(self, value: object) -> None:
-        """Raises ValueError, with the range and the help, if a value has the wrong type or is out of range."""
+    def check(self, value: object, settings: Mapping[str, Any] = EMPTY) -> None:
+        """Raises ValueError, with the range and the help, if a value is invalid, or does not go with other settings."""
+        if self.is_off(value):
+            return
         if self.fits(value):
+            self._check_beside(value, settings)
             return
         wrong = f"{self.name} is missing" if value is None else f"{self.name}={shortened(value)} is invalid"
         kind = "one of "
@@ -102,6 +120,17 @@ class Option:
         if isinstance(value, (int, float)) and value > self._largest and self.high == LARGEST_FLOAT:
             limit = f" and at most {self._largest:.15g}"
         raise ValueError(f"{wrong}: expected {kind}{self.range}{limit} ({self.help})")
+
+    def _check_beside(self, value: Any, settings: Mapping[str, Any]) -> None:
+        most = settings.get(self.at_most) if self.at_most else None
+        if most is not None and value > most:
+            raise ValueError(f"{self.name}={value} is above {self.at_most}={most} ({self.help})")
+        if self.needs_noise and value and settings.get("temperature") == 0:
+            raise ValueError(f"{self.name}={value} needs temperature > 0: without noise it has no meaning")
+
+    def is_off(self, value: object) -> bool:
+        """Whether a value disables the option; False is not 0 here."""
+        return self.off is not None and value == self.off and not isinstance(value, bool)
 
     def fits(self, value: object) -> bool:
         """Whether a value has the right type and is in range."""
@@ -144,6 +173,11 @@ def _kind_of(hint: Any) -> Any:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return next(each for each in typing.get_args(hint) if each is not type(None))
     return hint
+
+
+def decided_names() -> list[str]:
+    """The names of all options that methods choose if a request leaves them open."""
+    return sorted(_DECIDED)
 
 
 def option_names() -> Collection[str]:
@@ -189,6 +223,7 @@ BUDGET = Option(  # of methods that can trade distance from baseline sampling fo
     "budget",
     float,
     "nats per token by which the distribution may change; 0: exact",
+    needs_noise=True,
     metavar="NATS",
 )
 GUIDANCE = ("linear", "constant")  # schedules of MAR's guidance scale

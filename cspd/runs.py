@@ -31,6 +31,7 @@ from cspd.files import (
     write_bytes,
     write_json,
 )
+from cspd.option import decided_names
 from cspd.pixels import png_of
 
 # The lock of a folder: one run at a time holds it. The kernel releases the lock of a killed process.
@@ -88,22 +89,6 @@ def _this_process() -> str:
 
 # The folder of a run of `sample`, `compare`, `tune` or `evaluate`, which resumes if it was interrupted.
 
-# settings that a method may choose: a resumed run that leaves them open has the earlier run's choice
-DECIDED = {
-    "window": int,
-    "head_calls": int,
-    "draft": str,
-    "gamma": int,
-    "rounds": str,
-    "backbone": str,
-    "denoiser": str,
-    "refreshes": str,
-    "retain": float,
-    "select": str,
-    "kept": str,
-    "null_every": int,
-    "corrected": bool,
-}
 REMEDY = "give another --out"
 TURN = 60  # seconds that a process of a shared run waits for its turn to claim the folder
 NAMES_SHOWN = 5  # differences, or files, that a message names, at most
@@ -151,7 +136,7 @@ class Store:
         """Holds the folder until the `with` block ends, and returns the record of the run to resume.
 
         Args:
-            asked: the record of this run. Settings that it leaves open (`DECIDED`) match any value.
+            asked: the record of this run. Settings that it leaves to the method match any value.
             files: names of all files that it will write besides the record, relative to the folder.
             overwrite: replace another run, once this one begins.
             shared: other processes of this run may hold the folder for a moment, or be writing there.
@@ -335,7 +320,7 @@ def earlier_choices(settings: Mapping, earlier: Mapping | None) -> dict:
     A new choice might differ, and the image of a seed depends on it.
     """
     earlier = earlier or {}
-    return {name: earlier.get(name) for name in DECIDED if settings.get(name) is None}
+    return {name: earlier.get(name) for name in decided_names() if settings.get(name) is None}
 
 
 def differences(old: Mapping, new: Mapping, path: str = "") -> list[str]:
@@ -352,7 +337,7 @@ def differences(old: Mapping, new: Mapping, path: str = "") -> list[str]:
             found += differences(before, now, f"{name}.")
             continue
         # a missing setting is not left open: it is a setting of another method or version
-        is_open = key in DECIDED and key in new and now is None
+        is_open = key in decided_names() and key in new and now is None
         if before != now and not is_open:
             found.append(f"{name} was {_shown(before)}, now {_shown(now)}")
     return found

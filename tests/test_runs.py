@@ -44,7 +44,8 @@ from cspd.files import (
     write_item,
     write_json,
 )
-from cspd.runs import DECIDED, LOCK, Store, differences, earlier_choices
+from cspd.option import decided_names
+from cspd.runs import LOCK, Store, differences, earlier_choices
 from cspd.terminal import __version__
 
 # ---- Files are written whole or not at all
@@ -183,7 +184,12 @@ def test_a_run_resumes_with_its_record_and_more_files(tmp_path):
     assert json.loads((tmp_path / RECORD).read_text())["files"] == [*FILES, "2.npz"]
 
 
-@pytest.mark.parametrize("name", DECIDED)
+def test_the_settings_that_methods_choose():
+    plans = ["backbone", "denoiser", "kept", "null_every", "refreshes", "retain", "rounds", "select"]
+    assert decided_names() == sorted(["corrected", "draft", "gamma", "head_calls", "window", *plans])
+
+
+@pytest.mark.parametrize("name", decided_names())
 def test_a_setting_that_is_left_open_has_the_earlier_runs_value(name):
     assert differences({name: 5}, {name: None}) == []
     assert differences({name: 5}, {name: 4}) == [f"{name} was 5, now 4"]

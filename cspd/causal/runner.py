@@ -76,7 +76,7 @@ class CausalRunner:
         graphs: Graphs | None = None,
     ) -> None:
         self.target, self.vae, self.tuning = target, vae, tuning
-        self.models = {"target": target, "draft": None}
+        self.models: dict[str, Any] = {"target": target, "draft": None}
         self.device, self.precision, self.noise = device, precision, noise
         self.graphs = graphs or Graphs(device, enabled=False)
         self.config = config = target.config
@@ -110,9 +110,7 @@ class CausalRunner:
         """
         request = with_tokens(request, self, (self.seq_len, self.config.token_dim))
         defaults = {option.name: getattr(self.defaults, option.name) for option in CAUSAL_OPTIONS}
-        request = without_lost_noise(complete(request, method, CAUSAL_OPTIONS, defaults, self.num_classes))
-        method.check(request, self)
-        return request
+        return complete(without_lost_noise(request), method, self, CAUSAL_OPTIONS, defaults)
 
     def resolve(self, request: Request, method: Method) -> Request:
         """A checked request with the method's choices for this device."""

@@ -33,9 +33,9 @@ from cspd.method import (
     plain_of,
     with_method,
 )
-from cspd.option import BUNDLED, check_integer
+from cspd.option import BUNDLED, check_integer, decided_names
 from cspd.request import Output, Request
-from cspd.runs import DECIDED, Store, earlier_choices, missing_files
+from cspd.runs import Store, earlier_choices, missing_files
 from cspd.summary import LAZY, MEASURED, OPTIONAL
 from cspd.terminal import LARGEST_SEED, MOST, choice, label_list, progress_bar, shortened
 
@@ -823,7 +823,7 @@ def taking_turns(
                 plan = row.engine.resolve(plan, num)
             plans.append(plan)
             # images depend on the window: a resumed run takes the same one again
-            record["windows"][row.name] = {name: getattr(plan, name) for name in DECIDED}
+            record["windows"][row.name] = {name: getattr(plan, name) for name in decided_names()}
         store.begin(record)
 
         parts = []

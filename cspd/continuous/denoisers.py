@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from cspd.continuous import speculate
 from cspd.continuous.rows import ContinuousRunner, Denoiser
 from cspd.heads import calibrated, samplers, speculative  # noqa: F401 - they register their samplers
 from cspd.heads.calibrated import HEAD_CALLS, Predictor, Shortcut
-from cspd.heads.calibration import WINDOWS
 from cspd.heads.samplers import SAMPLERS, SHORT, SHORT_FIRST, Sampler, for_users_samplers
 from cspd.option import Option, check_integer
 from cspd.request import Request
@@ -20,16 +20,16 @@ from mar.head import TRAIN_STEPS
 ANCESTRAL_MIXED = ("num_iter", "cfg", "cfg_schedule", "temperature")  # may differ between the rows of a chain
 
 
-def check_first(request: Request, num_steps: int) -> None:
-    """Raises ValueError if a chain of `num_steps` has more steps than timesteps up to its first."""
-    if request.first_timestep is not None:
-        why = f"it begins a chain of {num_steps} steps"
-        check_integer("first_timestep", request.first_timestep, num_steps - 1, TRAIN_STEPS - 1, why)
+def begins(steps: str) -> Callable[[Request, ContinuousRunner], None]:
+    """The check that a chain of as many steps as the setting `steps` has them up to its `first_timestep`."""
 
+    def check(request: Request, runner: ContinuousRunner) -> None:
+        num_steps = getattr(request, steps)
+        if request.first_timestep is not None:
+            why = f"it begins a chain of {num_steps} steps"
+            check_integer("first_timestep", request.first_timestep, num_steps - 1, TRAIN_STEPS - 1, why)
 
-def check_ancestral(request: Request, runner: ContinuousRunner) -> None:
-    """Raises ValueError if a chain has more steps than timesteps up to its first."""
-    check_first(request, request.num_sampling_steps)
+    return check
 
 
 def ancestral_advice(request: Request, remedy: str = f"give first_timestep={SHORT_FIRST}") -> str | None:
@@ -40,15 +40,9 @@ def ancestral_advice(request: Request, remedy: str = f"give first_timestep={SHOR
     return f"a chain of {num_steps} denoising steps overshoots in its first one: {remedy}"
 
 
-def check_range(request: Request, runner: ContinuousRunner) -> None:
-    """Raises ValueError if `lower` is above `upper`, or `upper` above the number of timesteps up to the first."""
-    check_integer("lower", request.lower, 2, request.upper, "the steps fall to it from upper")
-    check_first(request, request.upper)
-
-
 def check_solver(request: Request, runner: ContinuousRunner) -> None:
     """Raises ValueError if there are more head calls than timesteps, or than steps to plan them at."""
-    check_first(request, request.head_calls)
+    begins("head_calls")(request, runner)
     if request.grid == "planned":
         most = request.num_sampling_steps
         check_integer("head_calls", request.head_calls, 2, most, f"a chain has {most} steps, at which they are planned")
@@ -64,15 +58,6 @@ def resolve_solver(request: Request, runner: ContinuousRunner) -> Request:
 # `speculative`: its window.
 
 
-def check_window(request: Request, runner: ContinuousRunner) -> None:
-    """Raises ValueError if the window does not fit the denoising steps, or temperature is 0."""
-    if request.window is not None:
-        most = min(WINDOWS[-1], request.num_sampling_steps)
-        check_integer("window", request.window, 0, most, "it is how many denoising steps are drafted ahead")
-        if request.window and request.temperature == 0:
-            raise ValueError(f"window={request.window} needs temperature > 0: without noise there are no densities")
-
-
 def resolve_window(request: Request, runner: ContinuousRunner) -> Request:
     """The request with the fastest window for it on this device, if it does not have a window."""
     if request.window is None:
@@ -85,28 +70,18 @@ def resolve_window(request: Request, runner: ContinuousRunner) -> Request:
 
 # `calibrated`: its plan, and its audit.
 
-LEAST_AUDIT = 1e-4  # with less, most images have no audited step and would seem to have no error
 AUDIT = Option(
     "audit",
     float,
     "share of the skipped steps at which the head is evaluated after all, to measure this run's divergence",
     default=0.0,
     implied=True,
+    low=1e-4,  # with less, most images have no audited step and would seem to have no error
     high=1,
+    needs_noise=True,
+    off=0,
     metavar="FRACTION",
 )
-
-
-def check_plan(request: Request, runner: ContinuousRunner) -> None:
-    """Raises ValueError if the calls do not fit the steps, or an option needs temperature > 0."""
-    if request.head_calls is not None:
-        most = request.num_sampling_steps
-        check_integer("head_calls", request.head_calls, 2, most, f"a chain has {most} steps")
-    if 0 < (request.audit or 0) < LEAST_AUDIT:
-        raise ValueError(f"audit={request.audit} measures too few steps: give 0, or {LEAST_AUDIT}..1")
-    for name in ("divergence", "audit"):
-        if getattr(request, name) and request.temperature == 0:
-            raise ValueError(f"{name}={getattr(request, name)} needs temperature > 0: without noise nothing diverges")
 
 
 def resolve_plan(request: Request, runner: ContinuousRunner) -> Request:
@@ -141,21 +116,16 @@ SOLVER: dict[str, Any] = {"check": check_solver, "resolve": resolve_solver}
 SPECULATIVE_REMEDY = f"give num_sampling_steps=100, or ar's chains with first_timestep={SHORT_FIRST}"
 CALIBRATED_REMEDY = "give num_sampling_steps=100, which takes no more head calls"
 OWN: dict[str, dict[str, Any]] = {
-    "ancestral": {"mixed": ANCESTRAL_MIXED, "check": check_ancestral, "advice": ancestral_advice},
-    "annealed": {"mixed": ANCESTRAL_MIXED, "check": check_range},
-    "cached": {"mixed": ANCESTRAL_MIXED, "check": check_ancestral, "advice": ancestral_advice},
-    "frequency-weighted": {"mixed": (*ANCESTRAL_MIXED, "num_sampling_steps"), "check": check_range},
+    "ancestral": {"mixed": ANCESTRAL_MIXED, "check": begins("num_sampling_steps"), "advice": ancestral_advice},
+    "annealed": {"mixed": ANCESTRAL_MIXED, "check": begins("upper")},
+    "cached": {"mixed": ANCESTRAL_MIXED, "check": begins("num_sampling_steps"), "advice": ancestral_advice},
+    "frequency-weighted": {"mixed": (*ANCESTRAL_MIXED, "num_sampling_steps"), "check": begins("upper")},
     "ddim": SOLVER,
     "dpm-solver++": SOLVER,
     "euler": {"mixed": ANCESTRAL_MIXED[1:]},
     "heun": {"mixed": ANCESTRAL_MIXED[1:]},
-    "calibrated": {
-        "check": check_plan,
-        "resolve": resolve_plan,
-        "advice": functools.partial(ancestral_advice, remedy=CALIBRATED_REMEDY),
-    },
+    "calibrated": {"resolve": resolve_plan, "advice": functools.partial(ancestral_advice, remedy=CALIBRATED_REMEDY)},
     "speculative": {
-        "check": check_window,
         "resolve": resolve_window,
         "advice": functools.partial(ancestral_advice, remedy=SPECULATIVE_REMEDY),
         "run_round": speculate.run_round,

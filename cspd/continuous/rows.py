@@ -333,8 +333,10 @@ LEAST_TEMPERATURE = 1e-12  # float32 loses smaller noise beside a state, and rat
 
 
 def without_lost_noise(request: Request) -> Request:
-    """The request, at temperature 0 if its temperature is below `LEAST_TEMPERATURE`."""
-    return request.but(temperature=0.0) if request.temperature < LEAST_TEMPERATURE else request
+    """The request, at temperature 0 if it asks for one below `LEAST_TEMPERATURE`."""
+    asked = request.temperature
+    is_lost = isinstance(asked, (int, float)) and 0 < asked < LEAST_TEMPERATURE
+    return request.but(temperature=0.0) if is_lost else request
 
 
 BASELINE = Denoiser(SAMPLERS["ancestral"])  # draws tokens as `ar` does

@@ -376,34 +376,19 @@ WINDOW = Option(
     only_with=("draft", ("eagle-dynamic",)),
     metavar="W",
 )
-_WITH_ARTICLE = {"draft": "a draft model", "eagle": "an EAGLE drafter"}
-_FLAGS = {"draft": "--draft-checkpoint", "eagle": "--eagle"}
 NEEDS = {None: "-", "draft": "draft model", "eagle": "EAGLE drafter"}
 
 
 def check(request: Request, runner: VQRunner) -> None:
-    """Raises ValueError if `gamma` is above the draft's maximum, a model is missing, or the rule is invalid."""
+    """Raises ValueError if `gamma` is above the draft's maximum, or the rule is invalid."""
     highest = DRAFTS[request.draft].highest
     check_integer("gamma", request.gamma, 1, highest, f"it is how far draft={request.draft!r} drafts ahead")
-    check_model(request.draft, runner)
     check_rule(request, runner)
-
-
-def check_model(name: str, runner: VQRunner) -> None:
-    """Raises ValueError if the model that a draft needs was not loaded."""
-    needs = DRAFTS[name].needs
-    if needs and runner.models[needs] is None:
-        raise ValueError(
-            f"draft={name!r} needs {_WITH_ARTICLE[needs]}, and this engine has none: give it to load(...,"
-            f" {needs}=file), with {_FLAGS[needs]} on the command line, or put its file into the target's directory"
-        )
 
 
 def check_rule(request: Request, runner: VQRunner) -> None:
     """Raises ValueError if the rule is invalid. Computes its neighbour table now, so that no round waits for it."""
     rule = rule_of(request)
-    if request.budget and rule.greedy:
-        raise ValueError(f"budget={request.budget} needs temperature > 0: at 0, divergences are 0 or infinite")
     if rule.pools and runner.models["tokenizer"] is None:
         raise ValueError(
             f"rule={request.rule!r} needs the tokenizer's codes, and this engine has no tokenizer: give it one"

@@ -227,15 +227,13 @@ class VQRunner:
                 the first ones of an image.
         """
         defaults = {option.name: getattr(self.defaults, option.name) for option in VQ_OPTIONS}
-        request = self._with_prefix(request)
-        request = complete(request, method, VQ_OPTIONS, defaults, self.num_classes)
+        request = complete(self._with_prefix(request), method, self, VQ_OPTIONS, defaults)
         if request.prompt is not None:
             if self.text_encoder is None:
                 raise ValueError(
                     f"prompt={shortened(request.prompt)} needs a text encoder, and this engine has none: {PLACE}"
                 )
             self.text_encoder.check(request, self.config.prefix_length)
-        method.check(request, self)
         return request
 
     def resolve(self, request: Request, method: Method) -> Request:

@@ -9,7 +9,7 @@ from collections import deque
 from torch import Tensor
 
 from cspd.discrete.batch import Batch
-from cspd.discrete.drafts import DRAFTS, check_model, run_drafted_round, run_plain_round, run_single_tokens, sample_next
+from cspd.discrete.drafts import DRAFTS, run_drafted_round, run_plain_round, run_single_tokens, sample_next
 from cspd.discrete.jacobi import run_jacobi_round, slide_by_one
 from cspd.discrete.kv_cache import MOST_NODES
 from cspd.discrete.methods import EAGLE2, SJD
@@ -32,9 +32,10 @@ WINDOW = Option(
     f"tokens drafted for one target forward pass; 0: none, as ar{OPEN}",
     high=MOST_NODES - 1,
     off=0,
+    decided=True,
     metavar="W",
 )
-DRAFT = Option("draft", ROUNDS, f"what drafts the tokens{OPEN}")
+DRAFT = Option("draft", ROUNDS, f"what drafts the tokens{OPEN}", decided=True)
 GAMMA = Option(
     "gamma",
     int,
@@ -42,9 +43,10 @@ GAMMA = Option(
     low=1,
     high=DRAFTS["eagle-dynamic"].highest,
     only_with=("draft", ("eagle-dynamic",)),
+    decided=True,
 )
 COUPLED = Option("coupling", ("same-image",), "accept only what ar would sample", default="same-image")
-DECIDED = tuple(option.name for option in (WINDOW, DRAFT, GAMMA))
+DRAFTING = tuple(option.name for option in (WINDOW, DRAFT, GAMMA))
 
 
 def run_round(runner: VQRunner, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
@@ -69,7 +71,7 @@ def run_round(runner: VQRunner, sequences: list[Sequence], watch: Stopwatch) -> 
 def _is_open(sequence: Sequence) -> bool:
     """Whether its user left the draft to this method."""
     asked = sequence.asked
-    return asked is not None and all(getattr(asked, name) is None for name in DECIDED)
+    return asked is not None and all(getattr(asked, name) is None for name in DRAFTING)
 
 
 def _sample_between(runner: VQRunner, batch: Batch) -> Tensor:
@@ -124,12 +126,6 @@ class Race:
         return by_draft / self.tokens <= MARGIN * plain
 
 
-def check(request: Request, runner: VQRunner) -> None:
-    """Raises ValueError if the request names a drafter that was not loaded."""
-    if request.draft == "eagle-dynamic":
-        check_model(request.draft, runner)
-
-
 def resolve(request: Request, runner: VQRunner) -> Request:
     """The request with the settings that it leaves open set to the fastest draft configuration on this device."""
     return request.but(**runner.tuning.choice(request, runner.at_once).config)
@@ -144,7 +140,6 @@ SPECULATIVE = Method(
     run_round=run_round,
     options=(WINDOW, DRAFT, GAMMA, COUPLED),
     mixed=lambda request: MIXED,
-    check=check,
     resolve=resolve,
     uses=lambda request: {"eagle"} if request.draft == "eagle-dynamic" else set(),
 )

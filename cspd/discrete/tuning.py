@@ -18,7 +18,7 @@ from cspd.device import Precision, free_bytes, seconds_of
 from cspd.discrete.kv_cache import bytes_per_slot
 from cspd.discrete.rules import DIALS, rule_of
 from cspd.discrete.runner import VQRunner
-from cspd.discrete.speculative import DECIDED, SPECULATIVE, Race, run_round
+from cspd.discrete.speculative import DRAFTING, SPECULATIVE, Race, run_round
 from cspd.files import FileCache, content_hash, remember, user_cache
 from cspd.graphs import Graphs
 from cspd.heads.calibration import Price
@@ -91,7 +91,7 @@ def name_of(config: DraftConfig) -> str:
 
 def draft_configs(request: Request, has_drafter: bool) -> list[DraftConfig]:
     """The draft configurations that agree with the settings of a request; baseline sampling, if allowed, is first."""
-    given = {name: getattr(request, name) for name in DECIDED if getattr(request, name) is not None}
+    given = {name: getattr(request, name) for name in DRAFTING if getattr(request, name) is not None}
     if given.get("window") == 0:
         return [{}]
     drafting = [*JACOBI, *TREES] if has_drafter else JACOBI

@@ -582,6 +582,8 @@ def calibrated(
             f"head calls per token; fewer are faster and less exact (default: {HEAD_CALLS})",
             low=2,
             high=TRAIN_STEPS,
+            at_most="num_sampling_steps",
+            decided=True,
             metavar="N",
         ),
     ] = None,
@@ -590,6 +592,7 @@ def calibrated(
         option(
             "in place of head_calls: the fewest calls with a predicted divergence of at most D nats per token",
             above=0,
+            needs_noise=True,
             metavar="D",
         ),
     ] = None,
@@ -600,6 +603,7 @@ def calibrated(
             " difference",
             low=1,
             high=TRAIN_STEPS,
+            decided=True,
             metavar="N",
         ),
     ] = 2,
@@ -608,6 +612,7 @@ def calibrated(
         option(
             "fit the state after skipped steps again to the full chain's: nearer tokens, but a larger divergence",
             implied=True,
+            decided=True,
         ),
     ] = True,
 ) -> Tensor:

@@ -178,7 +178,7 @@ def chain_lengths(iteration: np.ndarray, num_iter: np.ndarray, upper: int, lower
 def annealed(
     chain: Chain,
     upper: Annotated[int, option("denoising steps in the first iteration", low=2, high=TRAIN_STEPS, metavar="T")] = 50,
-    lower: Annotated[int, option("denoising steps in the last iteration", low=2, high=TRAIN_STEPS, metavar="T")] = 5,
+    lower: Annotated[int, option("denoising steps in the last iteration", low=2, at_most="upper", metavar="T")] = 5,
     anneal: Annotated[str, option("how the steps fall over the iterations", kind=tuple(SCHEDULES))] = "linear",
     first_timestep: Annotated[int, FIRST_TIMESTEP] = SHORT_FIRST,
 ) -> Tensor:
@@ -313,7 +313,7 @@ def frequency_weighted(
         option("denoising steps in the first iteration, and for detailed tokens", low=2, high=TRAIN_STEPS, metavar="T"),
     ] = 50,
     lower: Annotated[
-        int, option("denoising steps once half of the tokens are committed", low=2, high=TRAIN_STEPS, metavar="T")
+        int, option("denoising steps once half of the tokens are committed", low=2, at_most="upper", metavar="T")
     ] = 20,
     detail: Annotated[
         float,

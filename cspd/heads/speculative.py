@@ -424,7 +424,10 @@ def speculative(
         option(
             "denoising steps drafted ahead in the head; 0 drafts none (default: the fastest on this device)",
             high=WINDOWS[-1],
+            at_most="num_sampling_steps",
+            needs_noise=True,
             off=0,
+            decided=True,
             metavar="W",
         ),
     ] = None,

@@ -365,6 +365,7 @@ RETAIN = Option(
     default=1.0,
     high=1,
     metavar="FRACTION",
+    decided=True,
 )
 SELECT = Option(
     "select",
@@ -373,6 +374,7 @@ SELECT = Option(
     " tokens attend to most (MARché, arXiv 2506.12035)",
     default="change",
     implied=True,
+    decided=True,
 )
 KEPT = Option(
     "kept",
@@ -380,12 +382,14 @@ KEPT = Option(
     "precision of cached keys and values: as computed, or bfloat16, which takes half of the memory of float32",
     default="full",
     implied=True,
+    decided=True,
 )
 REFRESHES = Option(
     "refreshes",
     str,
     "the rounds, from 0, that evaluate the full transformer, in place of refresh and warmup: such as 0-4,9,18",
     metavar="LIST",
+    decided=True,
 )
 REUSE_NULL = Option(
     "reuse_null",

@@ -197,11 +197,6 @@ def resolve(request: Request, runner: MARRunner) -> Request:
 
 def check(request: Request, runner: MARRunner) -> None:
     """Raises ValueError if prices have no meaning for the request's settings, or these contradict its budget."""
-    if request.budget and request.temperature == 0:
-        raise ValueError(
-            f"budget={request.budget} needs temperature > 0, since without noise nothing diverges: give a temperature,"
-            " or budget=0"
-        )
     if getattr(request, "audit", None):
         raise ValueError("audit measures the head alone: leave it out, runs of budget audit the backbone too")
     if (request.backbone is None) != (request.denoiser is None):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.continuous.denoisers import DENOISERS, check_ancestral, of_kind
+from cspd.continuous.denoisers import DENOISERS, begins, of_kind
 from cspd.continuous.rows import Densities, Drawn, Rows, advance
 from cspd.device import send, send_integers
 from cspd.heads.samplers import DIFFUSION
@@ -322,7 +322,7 @@ def check(request: Request, runner: MARRunner) -> None:
             " chains, or window=0"
         )
     if request.prefill:
-        check_ancestral(request, runner)  # the prefill uses ancestral chains
+        begins("num_sampling_steps")(request, runner)  # the prefill uses ancestral chains
     DENOISERS[request.chains].check(request, runner)
 
 

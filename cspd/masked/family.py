@@ -171,7 +171,10 @@ BUDGET = Method(
     options=(
         ANY_BUDGET.but(default=0.3),
         ROUNDS,
-        *(option.but(default=None) if option.name in AXES else option for option in PLANNED.options(BY_PLAN)),
+        *(
+            option.but(default=None, decided=True) if option.name in AXES else option
+            for option in PLANNED.options(BY_PLAN)
+        ),
     ),
     mixed=lambda request: PLANNED.denoiser(request).mixed,
     check=check_budget,

@@ -36,6 +36,7 @@ ROUNDS = Option(
     "the iterations, from 0, that evaluate the backbone: such as 0-7,9,12. The tokens of the others are drawn together"
     " with those before them",
     metavar="LIST",
+    decided=True,
 )
 
 

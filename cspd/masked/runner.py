@@ -107,7 +107,7 @@ class MARRunner:
         compiled: bool = False,
     ) -> None:
         self.target = target
-        self.models = {"target": target, "draft": draft}
+        self.models: dict[str, Any] = {"target": target, "draft": draft}
         self.vae = vae
         self.tuning = tuning
         self.device, self.precision, self.noise = device, precision, noise
@@ -161,14 +161,7 @@ class MARRunner:
             "num_sampling_steps": usual.num_sampling_steps,
         }
         common = (NUM_ITER.but(high=num_generated), *MAR_OPTIONS[1:])
-        request = without_lost_noise(complete(request, method, common, defaults, self.num_classes))
-        method.check(request, self)
-        if "draft" in method.uses(request) and self.models["draft"] is None:
-            raise ValueError(
-                f"method={method.name!r} needs a draft model and this engine has none: give one to the engine's"
-                " models, to load(..., draft=file), or with --draft-checkpoint on the command line"
-            )
-        return request
+        return complete(without_lost_noise(request), method, self, common, defaults)
 
     def resolve(self, request: Request, method: Method) -> Request:
         """A checked request with the method's choices for this device. Raises ValueError if memory is too small."""
@@ -327,7 +320,7 @@ class MARRunner:
         """z of the rows [G, R, D], G = 2 (unconditional branch second) if the batch is guided: one backbone call."""
         num_branches = 2 if batch[0].request.guided else 1
         most = self.graphs.size(filled(max(rows.counts)))
-        padded = self.models[model].padded(max(rows.committed))  # type: ignore[union-attr]
+        padded = self.models[model].padded(max(rows.committed))
         # the shapes depend on the largest counts only, so that a captured graph can be replayed
         evaluate = functools.partial(self._conditions, model, num_branches, padded, most)
         z = self.graphs.run(("conditions", model, num_branches, padded, most), evaluate, rows.contexts)
@@ -343,7 +336,7 @@ class MARRunner:
         tokens, order, embedding = self.inputs(model, slots, num_branches)
         committed = committed.repeat(num_branches)
         positions = following(order, committed, most)
-        backbone: Any = self.precision.prepare(self.models[model])  # type: ignore[type-var]
+        backbone: Any = self.precision.prepare(self.models[model])
         if self.compiled:
             backbone = functools.partial(by_compiler(MAR.forward, "the backbone"), backbone)
             padded = max(padded, 2)  # for 0 and 1 torch.compile would make programs of their own
@@ -355,7 +348,7 @@ class MARRunner:
         """(tokens, order, class embedding) of slots [B], repeated for each branch, the unconditional branch second."""
         embedding = self.classes[model][self.label[slots]]
         if num_branches == 2:
-            unconditional = self.models[model].fake_latent.expand_as(embedding)  # type: ignore[union-attr]
+            unconditional = self.models[model].fake_latent.expand_as(embedding)
             embedding = torch.cat([embedding, unconditional])
         tokens = self.tokens[slots].repeat(num_branches, 1, 1)
         order = self.order[slots].repeat(num_branches, 1)

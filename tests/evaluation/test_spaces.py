@@ -139,7 +139,7 @@ def test_other_sizes_and_unknown_spaces_are_refused():
 
 def test_a_reference_is_of_the_training_distribution(tmp_path):
     """Coloured digits are drawn as in training; a folder gives all its classes equally often."""
-    digits = argparse.Namespace(data="digits", size=32, upright="")
+    digits = argparse.Namespace(data="digits", size=32, upright="", augment=1.0)
     images, _ = coloured_digits(3, HELD_OUT_SEED, labels=torch.arange(3))
     made = drawn(data_of(digits), 3)
     assert torch.equal(torch.stack([made[i] for i in range(3)]), to_uint8((images + 1) / 2))
@@ -147,6 +147,6 @@ def test_a_reference_is_of_the_training_distribution(tmp_path):
         (tmp_path / name).mkdir()
         for i in range(2):
             to_pil(torch.full((3, 20, 20), 0.2 + 0.6 * label)).save(tmp_path / name / f"{i}.png")
-    made = drawn(data_of(argparse.Namespace(data=str(tmp_path), size=SIDE, upright="")), 4)
+    made = drawn(data_of(argparse.Namespace(data=str(tmp_path), size=SIDE, upright="", augment=1.0)), 4)
     assert made[0].shape == (3, SIDE, SIDE)
     assert [bool(made[i].float().mean() > 128) for i in range(4)] == [False, True, False, True]
