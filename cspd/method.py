@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cspd.graphs import Graphs
 from cspd.inpainting import Inpainting
-from cspd.option import BUNDLED, COMMON, DEFAULTS, Option, check_integer, check_seed
+from cspd.option import BUNDLED, COMMON, DEFAULTS, Option, check_integer, check_seed, method_now
 from cspd.request import Request, Sequence, Stopwatch
 from cspd.terminal import choice, shortened, value_of
 
@@ -416,7 +416,7 @@ def option_order() -> list[str]:
 
 def find(name: str | None, family: str | None) -> Method:
     """The method of this name for a family. Raises ValueError if there is none."""
-    return _named(str(name), [str(family)])
+    return _named(method_now(str(name)), [str(family)])
 
 
 def models_for(request: Request, runners: Mapping[str, ModelRunner]) -> list[str]:
@@ -504,6 +504,7 @@ def with_method(request: Request, name: str) -> Request:
     Raises:
         ValueError: there is no method of that name.
     """
+    name = method_now(name)
     families = COMMON if request.family is None else [request.family]
     candidates = [method for method in _methods_of(families) if method.name == name]
     if not candidates:
@@ -548,6 +549,7 @@ def parse_method(
         options = {option.name for method in METHODS for option in method.options}
     given = shortened(text)
     name, *parts = text.split(":")
+    name = method_now(name)
     valid = [*method_names(), *more]
     if name not in valid:
         raise _unknown(name, valid)

@@ -185,6 +185,15 @@ def option_names() -> Collection[str]:
     return _NAMES
 
 
+# Methods by their names in earlier versions, which requests, files and the command line may still give.
+RENAMED = {"cspd": "mar-draft"}
+
+
+def method_now(name: Any) -> Any:
+    """The present name of a method."""
+    return RENAMED.get(name, name) if isinstance(name, str) else name
+
+
 # Settings of earlier versions, each with the only value that is left: what happens now.
 REMOVED = {"verification": "steps"}
 

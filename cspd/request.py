@@ -19,7 +19,7 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from cspd.inpainting import Inpainting
-from cspd.option import LARGEST_INTEGER, check_integer, check_seed, option_names, plain
+from cspd.option import LARGEST_INTEGER, check_integer, check_seed, method_now, option_names, plain
 from cspd.pixels import png_of, png_text, to_pil
 from cspd.terminal import choice, shortened
 
@@ -93,7 +93,7 @@ class Request:
         fields = {
             "label": plain(label),
             "seed": plain(seed),
-            "method": plain(method),
+            "method": method_now(plain(method)),
             "family": plain(family),
             "settings": own_settings,
             "known": known,
@@ -396,9 +396,9 @@ class Output:
         request: the request with the defaults filled in.
         tokens: on the CPU, in raster order: MAR float32 [L, d], VQ int64 [L] (-1: no valid token could be sampled).
         image: float32 [3, H, W] in 0..1 on the CPU; None if the engine has no decoder, or if there is an error.
-        token_cost: float32 [L] on the CPU, raster order. MAR: sequential head calls per token. `cspd` and VQ methods: 1
-            for an accepted draft, 0 for a token sampled by the target, NaN where nothing is drafted by design. NaN for
-            given tokens.
+        token_cost: float32 [L] on the CPU, raster order. MAR: sequential head calls per token. `mar-draft` and VQ
+            methods: 1 for an accepted draft, 0 for a token sampled by the target, NaN where nothing is drafted by
+            design. NaN for given tokens.
         stats: the cost of the request.
         error: where the first value that is not finite arose; None if all tokens and pixels are finite.
         class_name: name of the class, or its number if the classes have no names; or the prompt.

@@ -31,7 +31,7 @@ from cspd.files import (
     write_bytes,
     write_json,
 )
-from cspd.option import decided_names
+from cspd.option import decided_names, method_now
 from cspd.pixels import png_of
 
 # The lock of a folder: one run at a time holds it. The kernel releases the lock of a killed process.
@@ -332,6 +332,8 @@ def differences(old: Mapping, new: Mapping, path: str = "") -> list[str]:
     old, new = without_name(old), without_name(new)
     for key in dict.fromkeys([*old, *new]):
         before, now = old.get(key), new.get(key)
+        if key == "method":
+            before = method_now(before)
         name = f"{path}{_title(key, now)}"
         if isinstance(before, dict) and isinstance(now, dict):
             found += differences(before, now, f"{name}.")

@@ -198,10 +198,10 @@ def word_list(words: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def name_list(text: str) -> list[str]:
-    """ "ar,cspd:gamma=8" -> ["ar", "cspd:gamma=8"]. No name may be empty or occur twice."""
+    """ "ar,mar-draft:gamma=8" -> ["ar", "mar-draft:gamma=8"]. No name may be empty or occur twice."""
     names = [name.strip() for name in text.split(",")]
     if "" in names or len(set(names)) < len(names):
-        raise unexpected(text, "a list of different names such as ar,cspd:gamma=8")
+        raise unexpected(text, "a list of different names such as ar,mar-draft:gamma=8")
     return names
 
 

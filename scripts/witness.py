@@ -36,14 +36,19 @@ MAR_METHODS = {
     "dpm-solver++": {"head_calls": 5},
     "gtr": {"upper": 8, "lower": 4},
     "lazymar": {},
-    "cspd": {},
+    "mar-draft": {},
 }
 # the named methods whose options differ from those of a method above
 MAR_VARIANTS = {
     "speculative": [{"draft": "frozen"}],
     "calibrated": [{"audit": 0.5}, {"null_every": 1}],
     "ddim": [{"grid": "planned"}],
-    "cspd": [{"verify": "sequential"}, {"sigma": "published"}, {"align": False}, {"chains": "speculative", **WINDOW}],
+    "mar-draft": [
+        {"verify": "sequential"},
+        {"sigma": "published"},
+        {"align": False},
+        {"chains": "speculative", **WINDOW},
+    ],
 }
 DENOISERS = {
     "ancestral": {},

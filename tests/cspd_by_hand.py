@@ -69,7 +69,7 @@ def known_draft(small_mar):
 
 
 def request(label: int = 3, seed: int = 5, **changes) -> Request:
-    return Request(label, seed, **({"method": "cspd"} | SETTINGS | changes))
+    return Request(label, seed, **({"method": "mar-draft"} | SETTINGS | changes))
 
 
 def plain(label: int = 3, seed: int = 5, **changes) -> Request:

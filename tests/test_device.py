@@ -43,7 +43,7 @@ REQUESTS = [
     {"method": "calibrated", "head_calls": 3, "audit": 0.5, **MAR},
     {"method": "dpm-solver++", "num_iter": 2, "cfg": 2.0, "head_calls": 4},
     {"method": "lazymar", "warmup": 1, "refresh": 3, **MAR, "num_iter": 16},
-    {"method": "cspd", "gamma": 4, "prefill": 0.5, **MAR},
+    {"method": "mar-draft", "gamma": 4, "prefill": 0.5, **MAR},
     *({"method": method, "family": "VQ", "cfg": 2.0} for method in ("ar", "eagle2", "sd")),
 ]
 
@@ -131,7 +131,7 @@ def test_engines_over_the_same_models_share_the_copies(models):
 
 NUM, FIRST, LAST = 1000, 300, 998  # measured when no request is under way; by the first, every shape has occurred
 DAMAGED = 2  # the label whose image cannot be made
-CSPD = {"method": "cspd", "gamma": 16, "prefill": 0.5}
+CSPD = {"method": "mar-draft", "gamma": 16, "prefill": 0.5}
 KINDS = [{"method": "ar"}, SPECULATIVE, CSPD, CSPD | {"chains": "speculative", "window": 2, "draft": "frozen"}]
 KINDS = [{"family": "MAR", "num_sampling_steps": 4, **kind} for kind in KINDS]
 KINDS += [{"method": name, "family": "VQ"} for name in method_names(["VQ"])]

@@ -139,8 +139,8 @@ def test_differences_from_the_papers_are_the_codes():
     for method in METHODS:
         if method.family in ("MAR", "VQ"):
             defaults[method.name] = {option.name: option.default for option in method.options}
-    assert f"z-scores by {defaults['cspd']['ratio_temperature']:g};" in text
-    assert f"After {cspd_method.MAX_TRIES} candidates" in text and defaults["cspd"]["verify"] == "parallel"
+    assert f"z-scores by {defaults['mar-draft']['ratio_temperature']:g};" in text
+    assert f"After {cspd_method.MAX_TRIES} candidates" in text and defaults["mar-draft"]["verify"] == "parallel"
     assert f"The default of `lantern` is {defaults['lantern']['k']}," in text
     assert (
         defaults["lantern"]["optimal"] is defaults["lantern++"]["optimal"] is False and defaults["cool-sd"]["optimal"]

@@ -718,7 +718,7 @@ def test_progress_and_previews(family, models):
 
 
 SLOWER = SPECULATIVE | {"num_iter": 8, "num_sampling_steps": 20}
-DRAFTING = {"method": "cspd", "gamma": 8, "verify": "sequential", "num_sampling_steps": 3, "first_timestep": 950}
+DRAFTING = {"method": "mar-draft", "gamma": 8, "verify": "sequential", "num_sampling_steps": 3, "first_timestep": 950}
 
 
 @pytest.mark.parametrize("settings", [SHARED, SLOWER, DRAFTING], ids=["ar", "speculative", "cspd"])

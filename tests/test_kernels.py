@@ -433,7 +433,7 @@ CASES = {  # by family and method
     "MAR dpm-solver++": Case(LATE, 530, 52),
     "MAR lazymar": Case(LATE | {"warmup": 1, "refresh": 2}, 510, 55),
     "MAR gtr": Case(LATE, 1500, 75, LENGTHS),
-    "MAR cspd": Case(LATE | {"gamma": 3}, 1940, 1590, COMPARE),
+    "MAR mar-draft": Case(LATE | {"gamma": 3}, 1940, 1590, COMPARE),
     "VQ ar": Case(VQ, 110, 25),
     "VQ sd": Case(VQ | {"gamma": 3}, 535, 32, LATE_READ),
     "VQ sjd-pac": Case(VQ | {"window": 6, "pd_k": 2, "pd_d": 2}, 380, 27, LATE_READ),

@@ -37,7 +37,7 @@ from cspd.device import Precision, all_bytes, describe, free_bytes, peak_bytes, 
 from cspd.inpainting import Inpainting, Resized, placed
 from cspd.masked.orders import cosine
 from cspd.masked.runner import MARRunner, bytes_per_slot, check_memory, usual_tokens
-from cspd.method import choose, find, method_names
+from cspd.method import choose, find, method_names, parse_method, with_method
 from cspd.request import RoundStats
 from mar.checkpoint import MARS, create_mar, create_vae, defaults_of
 from mar.model import MAR, MARConfig
@@ -470,9 +470,9 @@ MAR_SETTINGS = [
     {"method": "ar"},
     {"method": "speculative", "window": 3, "draft": "frozen"},
     {"method": "speculative", "window": 3},
-    {"method": "cspd", "gamma": 8, "prefill": 0.8},
-    {"method": "cspd", "gamma": 4, "prefill": 0.8, "verify": "sequential"},
-    {"method": "cspd", "gamma": 8, "prefill": 0.8, "chains": "speculative", "window": 3, "draft": "frozen"},
+    {"method": "mar-draft", "gamma": 8, "prefill": 0.8},
+    {"method": "mar-draft", "gamma": 4, "prefill": 0.8, "verify": "sequential"},
+    {"method": "mar-draft", "gamma": 8, "prefill": 0.8, "chains": "speculative", "window": 3, "draft": "frozen"},
 ]
 VQ_SETTINGS = [{"method": name} for name in method_names(["VQ"]) if name not in ("speculative", "sjd-pac")]
 VQ_SETTINGS += [{"method": "sjd-pac", "window": 7, "pd_k": 3, "pd_d": 2}]
@@ -546,7 +546,7 @@ def test_a_damaged_draft_only_drafts_nothing(small_mar):
     draft = copy.deepcopy(small_mar)
     planted(draft.class_emb, math.nan)
     engine = Engine(VQModels(**models), MARModels(small_mar, draft), max_batch=2, device="cpu")
-    for output in engine.generate([Request(DAMAGED, method="sd"), Request(DAMAGED, method="cspd", **FINITE)]):
+    for output in engine.generate([Request(DAMAGED, method="sd"), Request(DAMAGED, method="mar-draft", **FINITE)]):
         assert output.error is None and output.stats.alpha == 0
 
 
@@ -632,3 +632,8 @@ def test_other_names_of_the_class(name):
     """diffusers' name, and that of `Engine.sample` in a request."""
     with pytest.raises(TypeError, match=f"'{name}': .*labels=.* label="):
         Request(settings={name: 3})
+
+
+def test_a_methods_earlier_name_is_its_present_one():
+    assert Request(0, method="cspd") == Request(0, method="mar-draft") == with_method(Request(0), "cspd")
+    assert find("cspd", "MAR").name == "mar-draft" and parse_method("cspd:gamma=3") == ("mar-draft", {"gamma": 3})

@@ -189,6 +189,11 @@ def test_the_settings_that_methods_choose():
     assert decided_names() == sorted(["corrected", "draft", "gamma", "head_calls", "window", *plans])
 
 
+def test_a_record_may_have_a_methods_earlier_name():
+    assert differences({"method": "cspd"}, {"method": "mar-draft"}) == []
+    assert differences({"method": "cspd"}, {"method": "ar"}) == ["method was mar-draft, now ar"]
+
+
 @pytest.mark.parametrize("name", decided_names())
 def test_a_setting_that_is_left_open_has_the_earlier_runs_value(name):
     assert differences({name: 5}, {name: None}) == []
@@ -382,7 +387,7 @@ def test_a_report_has_its_origin(comparison):
     target, vae, draft = ran["models"]
     names = [row["name"] for row in report["rows"]]
     assert target["configurations"] == vae["configurations"] == names
-    assert draft["configurations"] == [name for name in names if name.startswith("cspd")]
+    assert draft["configurations"] == [name for name in names if name.startswith("mar-draft")]
     assert target["parameters"] > 4 * draft["parameters"] > 2e6
     assert ran["command"].startswith("cspd compare --num-iter 4 ") and ran["command"].endswith(f"--out {out}")
     assert (ran["versions"]["cspd"], ran["versions"]["torch"]) == (__version__, torch.__version__)

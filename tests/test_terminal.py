@@ -48,7 +48,7 @@ from cspd.tuner import PLAIN, Times
         (label_of, "none", None),
         (label_of, " golden retriever", "golden retriever"),
         (float_list, "1,3.5", [1.0, 3.5]),
-        (name_list, "ar, cspd:gamma=8", ["ar", "cspd:gamma=8"]),
+        (name_list, "ar, mar-draft:gamma=8", ["ar", "mar-draft:gamma=8"]),
         (fraction, "0.5", 0.5),
         (box, "8,8,16,16", (8, 8, 16, 16)),
         (tolerance, "fid=2%, accuracy=0.5%", {"fid": 0.02, "accuracy": 0.005}),

@@ -33,7 +33,7 @@ NOT_TRACED = {
     "compiled rounds with Triton kernels": "the compiler takes the place of the kernels",
 }
 # many seconds; `budget` of 0 samples by `speculative`, which is traced
-LONG = ["MAR calibrated", "MAR gtr", "MAR cspd", "MAR budget", "causal calibrated", "causal speculative"]
+LONG = ["MAR calibrated", "MAR gtr", "MAR mar-draft", "MAR budget", "causal calibrated", "causal speculative"]
 ARCHITECTURES = ["janus", "chameleon", "lumina_mgpt", "emu3"]
 QUICK_OF_HF = ["VQ ar", "VQ eagle2", "VQ sjd"]
 COMPILED = [name for name in NAMES if name.startswith("VQ")] + ["MAR ar", "MAR speculative", "causal speculative"]

@@ -29,7 +29,7 @@ from cspd.gpu_check.times import FAST, WHERE
 from cspd.heads.calibrated import Shortcut, plans
 from cspd.heads.calibration import WINDOWS, Calibration
 from cspd.method import METHODS, PUBLISHED, find, method_names, parse_method, with_method
-from cspd.option import COMMON
+from cspd.option import COMMON, method_now
 from cspd.origin import models_of, what_ran
 from cspd.plots import Panel, PlotPoint, speed_quality
 from cspd.request import Request, RoundStats
@@ -47,8 +47,8 @@ def contenders(
 ) -> dict[str, Request | None]:
     """The requests to time, by the names in the report; None is the authors' own sampler.
 
-    The name `cspd` is tried with each of `gammas` and `verify`. Next to it stands baseline sampling with K = L / gamma
-    iterations, as many as the parallel form has rounds. Options may follow a name: "cool-sd:delta=1.5:gamma=4".
+    The name `mar-draft` is tried with each of `gammas` and `verify`. Next to it stands baseline sampling with K = L /
+    gamma iterations, as many as the parallel form has rounds. Options may follow a name: "cool-sd:delta=1.5:gamma=4".
 
     Raises ValueError on an unknown method or option, or a gamma below 1.
     """
@@ -57,15 +57,15 @@ def contenders(
     for name in names:
         if name == PUBLISHED:
             found[name] = None
-        elif name == "cspd":
+        elif method_now(name) == "mar-draft":
             for gamma in gammas:
-                option = find("cspd", "MAR").option("gamma", request)
+                option = find("mar-draft", "MAR").option("gamma", request)
                 assert option is not None  # of this method
                 option.check(gamma)
                 num_rounds = -(-seq_len // gamma)
                 found[f"ar K={num_rounds}"] = baseline.but(num_iter=num_rounds)
                 for mode in verify:
-                    found[f"cspd {gamma} {mode}"] = with_method(request, "cspd").but(gamma=gamma, verify=mode)
+                    found[f"mar-draft {gamma} {mode}"] = with_method(request, "mar-draft").but(gamma=gamma, verify=mode)
         else:
             method, options = parse_method(name, more=(PUBLISHED,))
             if method == PUBLISHED:
@@ -350,10 +350,10 @@ def run_bench(args: argparse.Namespace) -> None:
         guaranteed = [each.name for each in METHODS if each.family == family and each.guarantee != "heuristic"]
         # ar is always timed
         names = [name for name in guaranteed if name != "ar"] + [PUBLISHED]
-    if "cspd" not in method_names([family]) and (args.gamma or args.verify):
+    if "mar-draft" not in method_names([family]) and (args.gamma or args.verify):
         raise ValueError(
-            "--gamma and --verify set options of the method `cspd`, which these models do not have. Put options after"
-            " a method's name, e.g. --methods sd:gamma=4"
+            "--gamma and --verify set options of the method `mar-draft`, which these models do not have. Put options"
+            " after a method's name, e.g. --methods sd:gamma=4"
         )
     # report misspelt names before the models are loaded
     for name in names:

@@ -27,7 +27,7 @@ FEW = 4  # up to this many methods are named one by one; more are summed up by t
 
 @dataclass
 class Use:
-    """One meaning of an option's name. `gamma` has several: drafted tokens of `cspd`, or the height of a tree.
+    """One meaning of an option's name. `gamma` has several: drafted tokens of `mar-draft`, or the height of a tree.
 
     Attributes:
         option: the first declaration with this meaning.

@@ -33,14 +33,14 @@ from cspd.method import (
     plain_of,
     with_method,
 )
-from cspd.option import BUNDLED, check_integer, decided_names
+from cspd.option import BUNDLED, check_integer, decided_names, method_now
 from cspd.request import Output, Request
 from cspd.runs import Store, earlier_choices, missing_files
 from cspd.summary import LAZY, MEASURED, OPTIONAL
 from cspd.terminal import LARGEST_SEED, MOST, choice, label_list, progress_bar, shortened
 
-# A study's file (YAML), and names of configurations like cspd:gamma=8. Both give entries, which are settings by name; a
-# list of values makes an entry several configurations.
+# A study's file (YAML), and names of configurations like mar-draft:gamma=8. Both give entries, which are settings by
+# name; a list of values makes an entry several configurations.
 
 TARGET = ("checkpoint", "arch", "vae", "text_encoder")
 MODELS = (*TARGET, "draft_checkpoint", "eagle")
@@ -65,7 +65,7 @@ def own_keys() -> tuple[str, ...]:
 
 
 def named_entries(names: Sequence[str]) -> list[dict]:
-    """Entries, as in a study's file, from names like "cspd:gamma=8". Raises ValueError as `parse_method`."""
+    """Entries, as in a study's file, from names like "mar-draft:gamma=8". Raises ValueError as `parse_method`."""
     entries = []
     for name in names:
         method, options = parse_method(name, {*own_keys()} - {"method"})
@@ -206,7 +206,7 @@ def expand(entry: dict) -> list[tuple[str, dict]]:
             name = row_name(entry["name"], combination)
         else:
             shown = {key: value for key, value in single.items() if key != "method"}
-            name = row_name(single.get("method"), shown)
+            name = row_name(method_now(single.get("method")), shown)
         expanded.append((name, single))
     for i, (_, single) in enumerate(expanded):
         numbers = entry.get("paper", {}).items()

@@ -314,7 +314,7 @@ def check(request: Request, runner: MARRunner) -> None:
     check_integer("gamma", request.gamma, 1, runner.seq_len, "a round drafts at most all of the sequence's tokens")
     if request.temperature == 0:
         raise ValueError(
-            "temperature=0: method 'cspd' compares densities, which need noise: give a temperature above 0"
+            "temperature=0: method 'mar-draft' compares densities, which need noise: give a temperature above 0"
         )
     if request.align is False and request.chains == "speculative" and request.window != 0:
         raise ValueError(
@@ -332,10 +332,10 @@ def resolve(request: Request, runner: MARRunner) -> Request:
 
 
 CSPD = Method(
-    name="cspd",
+    name="mar-draft",
     family="MAR",
     guarantee="heuristic",
-    summary="a draft MAR proposes tokens, the target accepts or resamples",
+    summary="a smaller MAR drafts tokens, the target accepts or resamples them",
     papers={"2411.11925": "Continuous Speculative Decoding for Autoregressive Image Generation"},
     run_round=run_round,
     needs="draft model",

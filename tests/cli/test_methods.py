@@ -95,7 +95,7 @@ def test_heat_map_and_record_of_speculative_sampling(tmp_path, capsys):
 
 def test_heat_map_and_record_of_cspd(tmp_path, capsys):
     """The target is its own draft model: with so few steps, another one would get no token right."""
-    own = ["--method", "cspd", "--draft-checkpoint", str(FILES["target"]), "--gamma", "2"]
+    own = ["--method", "mar-draft", "--draft-checkpoint", str(FILES["target"]), "--gamma", "2"]
     assert sample(tmp_path, *own, "--heatmap", labels="3,4") == 0
     record = read(tmp_path / "samples.json")
     token_cost = costs_in(record)
@@ -136,7 +136,7 @@ def test_bench_times_methods_and_settings(tmp_path, capsys):
     report = read(path)
     assert report["ran"]["command"].startswith("cspd bench --methods speculative,published,cspd")
     assert {model["role"] for model in report["ran"]["models"]} == {"target", "vae", "draft"}
-    names = ["ar", "speculative", "published", "ar K=8", "cspd 8 parallel", "cspd 8 sequential"]
+    names = ["ar", "speculative", "published", "ar K=8", "mar-draft 8 parallel", "mar-draft 8 sequential"]
     assert [row["name"] for row in report["rows"]] == names * 2
     text = capsys.readouterr().out
     assert "class acc." in text
@@ -144,12 +144,12 @@ def test_bench_times_methods_and_settings(tmp_path, capsys):
         name = row["name"]
         assert text.count(name) >= 2
         assert 0 <= row["accuracy"] <= 1  # by the classifier of the bundled model
-        assert row.get("window") == (2 if name == "speculative" else None)  # the chains of cspd are ancestral
-        if "cspd" in name:
+        assert row.get("window") == (2 if name == "speculative" else None)  # the chains of mar-draft are ancestral
+        if "mar-draft" in name:
             assert 0 <= row["alpha"] <= 1 and row["draft_backbone_calls"] >= 6  # the target generates 58 of 64 tokens
     by_name = {row["name"]: row for row in report["rows"][:6]}  # at K = 4
     assert (by_name["ar"]["backbone_calls"], by_name["ar K=8"]["backbone_calls"]) == (4, 8)
-    assert by_name["cspd 8 parallel"]["backbone_calls"] == 4 + 1
+    assert by_name["mar-draft 8 parallel"]["backbone_calls"] == 4 + 1
     assert by_name["ar"]["head_calls_per_token"] == 6 > by_name["speculative"]["head_calls_per_token"]
 
 
@@ -235,7 +235,7 @@ def test_methods_are_listed_with_guarantees_and_needs(capsys):
         rows[name, models] = guarantee, line[column:].split("  ")[0]
     assert rows["ar", "MAR"] == rows["ar", "VQ"] == rows["speculative", "VQ"] == ("exact", "-")
     assert rows["speculative", "MAR"] == ("exact", "calibration")
-    assert rows["cspd", "MAR"] == ("heuristic", "draft model")
+    assert rows["mar-draft", "MAR"] == ("heuristic", "draft model")
     assert rows["cool-sd", "VQ"] == ("bounded", "EAGLE drafter")
 
 
@@ -264,6 +264,6 @@ def test_bad_combinations_are_rejected_in_one_line(arguments, hint, tmp_path, ca
 
 
 def test_a_checkpoint_without_a_draft_says_where_to_put_one(folder, tmp_path, capsys):
-    assert sample(tmp_path / "out", "--checkpoint", str(folder), "--method", "cspd") == 2
+    assert sample(tmp_path / "out", "--checkpoint", str(folder), "--method", "mar-draft") == 2
     error = capsys.readouterr().err
     assert "draft" in error and "--draft-checkpoint" in error and error.count("\n") == 1

@@ -94,8 +94,8 @@ def test_costs_are_means_over_the_images(comparison, digits):
         assert rows[name]["alpha"] is rows[name]["draft_backbone_calls"] is rows[name]["step_compression"] is None
     assert 2 < rows["speculative:window=3"]["head_calls_per_token"] < 6
     assert rows["speculative:window=3"]["alpha"] > 0.3
-    drafted = rows["cspd:gamma=32:prefill=0.7"]
-    (output,) = digits.generate([cspd.Request(0, method="cspd", gamma=32, prefill=0.7, **K4)])
+    drafted = rows["mar-draft:gamma=32:prefill=0.7"]
+    (output,) = digits.generate([cspd.Request(0, method="mar-draft", gamma=32, prefill=0.7, **K4)])
     for name in ("backbone_calls", "draft_backbone_calls"):  # the same of every image
         assert drafted[name] == getattr(output.stats, name) > 1
     assert [rows[name]["guarantee"] for name in NAMES] == ["exact"] * 4 + ["heuristic"]
@@ -104,8 +104,8 @@ def test_costs_are_means_over_the_images(comparison, digits):
 
 def test_counts_of_drafts_are_sums_over_the_images(comparison, digits):
     _, report = comparison
-    drafted = report["rows"][NAMES.index("cspd:gamma=32:prefill=0.7")]
-    asked = [cspd.Request(i % 10, SEED + i, method="cspd", gamma=32, prefill=0.7, **K4) for i in range(NUM)]
+    drafted = report["rows"][NAMES.index("mar-draft:gamma=32:prefill=0.7")]
+    asked = [cspd.Request(i % 10, SEED + i, method="mar-draft", gamma=32, prefill=0.7, **K4) for i in range(NUM)]
     stats = [output.stats for output in digits.generate(asked)]
     by_rank = np.sum([each.by_rank for each in stats], axis=0)
     assert drafted["by_rank"] == by_rank.tolist() and drafted["committed"] is None
@@ -115,7 +115,7 @@ def test_counts_of_drafts_are_sums_over_the_images(comparison, digits):
 
 
 def test_alpha_is_of_all_drafts_and_the_bound_has_its_error(digits):
-    row = Configuration("made up", cspd.Request(0, method="cspd", window=None), digits)
+    row = Configuration("made up", cspd.Request(0, method="mar-draft", window=None), digits)
 
     def chunk(*costs):
         names = dict.fromkeys(COSTS, 2.0) | {"head_calls_per_token": 0.0}  # VQ models have no head
@@ -177,8 +177,8 @@ def test_the_expected_speed_up_is_that_of_the_process_it_describes(alpha, gamma,
 
 
 def test_the_cost_ratio_is_of_a_draft_and_a_baseline_run(digits):
-    row = Configuration("made up", cspd.Request(0, method="cspd", gamma=4), digits)
-    plan = digits.check(cspd.Request(0, method="cspd", gamma=4, num_iter=64))
+    row = Configuration("made up", cspd.Request(0, method="mar-draft", gamma=4), digits)
+    plan = digits.check(cspd.Request(0, method="mar-draft", gamma=4, num_iter=64))
     names = dict.fromkeys(COSTS, 0.0) | {"step_compression": None, "judged": 10, "accepted": 4}
 
     def chunk(**costs):
@@ -198,7 +198,7 @@ def test_repeats_have_other_seeds_and_their_own_scores(digits, tmp_path):
     """Their images are those of separate runs; the report has means and standard deviations over them."""
     quick = {"num_iter": 2, "num_sampling_steps": 3, "cfg": 1.0}
     rows = [Configuration("ar", cspd.Request(0, method="ar", **quick), digits)]
-    rows += [Configuration("cspd", cspd.Request(0, method="cspd", gamma=4, prefill=0.9, **quick), digits)]
+    rows += [Configuration("cspd", cspd.Request(0, method="mar-draft", gamma=4, prefill=0.9, **quick), digits)]
     how = {"evaluation": Evaluation("digits"), "progress": False}
     report, images = compare(rows, range(5), 7, tmp_path / "both", seed=3, repeats=2, **how)
     assert (report["images"], report["repeats"]) == (14, 2) and all(len(own) == 14 for own in images)

@@ -139,17 +139,17 @@ def test_curves_of_acceptance(made, tmp_path):
     """By a swept setting, along the generation order, and by round, from counts that can be added by hand."""
     content, images = made
     ranks = [[2] * 32 + [0] * 32, [1] * 16 + [2] * 16 + [0] * 32]
-    names = ["ar", "cspd:gamma=8", "cspd:gamma=4", "sjd"]
+    names = ["ar", "mar-draft:gamma=8", "mar-draft:gamma=4", "sjd"]
     for each, name, alpha in zip(content["rows"], names, (None, 0.25, 0.5, None)):
-        each |= {"name": name, "method": name[:4], "speed_baseline": "ar", "alpha": alpha}
+        each |= {"name": name, "method": name.split(":")[0], "speed_baseline": "ar", "alpha": alpha}
     content["rows"][1] |= {"resample_tries": 6.0, "by_rank": ranks}
     content["rows"][2] |= {"resample_tries": 3.0}
     content["rows"][3] |= {"committed": {"3": 1, "1": 6, "2": 3}}
     content["rows"][0] |= {"committed": {"1": 64}}
     swept, tries, along, rounds, saved = report.acceptance_curves(content)
-    assert (swept.x, swept.y, swept.lines) == ("gamma", "acceptance rate", {"cspd": ([4, 8], [0.5, 0.25])})
-    assert tries.lines == {"cspd": ([4, 8], [3, 6])}
-    x, y = along.lines["cspd:gamma=8"]
+    assert (swept.x, swept.y, swept.lines) == ("gamma", "acceptance rate", {"mar-draft": ([4, 8], [0.5, 0.25])})
+    assert tries.lines == {"mar-draft": ([4, 8], [3, 6])}
+    x, y = along.lines["mar-draft:gamma=8"]
     assert x == [2 * i + 0.5 for i in range(16)] and y == [0.5] * 8 + [1.0] * 8
     assert rounds.lines == {"sjd": ([1, 2, 3], [0.6, 0.3, 0.1])}
     assert saved.lines == {"sjd": ([1, 2, 3], pytest.approx([0, 0.6, 0.4]))}

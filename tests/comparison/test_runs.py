@@ -170,7 +170,7 @@ def test_a_kind_of_draft_and_a_draft_models_file_are_different_settings(digits, 
     quick = {"gamma": 32, "prefill": 0.9, "num_iter": 1, "num_sampling_steps": 3}
 
     def again(draft):
-        request = cspd.Request(0, method="cspd", chains="speculative", window=2, draft=draft, **quick)
+        request = cspd.Request(0, method="mar-draft", chains="speculative", window=2, draft=draft, **quick)
         row = Configuration("a", request, digits, files={"draft": {"file": "draft.safetensors"}})
         with study.comparison_store(tmp_path) as store:
             with study.taking_turns([row], [0], [1], 0, store, progress=False) as turns:

@@ -40,7 +40,7 @@ def rows_of(text, digits, **common):
     "asked, common, names",
     [
         ("speculative", {}, ["ar", "speculative"]),  # K = 64 is the default and the usual number
-        ("cspd,ar", {"num_iter": 64}, ["ar", "cspd"]),
+        ("mar-draft,ar", {"num_iter": 64}, ["ar", "mar-draft"]),
         ("speculative,ar:num_iter=64", {"num_iter": 8}, ["ar", "speculative", "ar:num_iter=64"]),
         (
             "speculative:seed=9,ar:seed=9",
@@ -54,11 +54,11 @@ def rows_of(text, digits, **common):
         ("ar,speculative", {"num_iter": 8}, ["ar", "speculative"]),
         ("ar:num_iter=16,speculative", {}, ["ar", "ar:num_iter=16", "speculative"]),  # speculative has K = 64
         (
-            "speculative:num_iter=16,cspd:temperature=0.9:num_iter=16",
+            "speculative:num_iter=16,mar-draft:temperature=0.9:num_iter=16",
             {},
             [
                 *("ar", "ar:num_iter=16", "ar:num_iter=16:temperature=0.9"),
-                *("speculative:num_iter=16", "cspd:temperature=0.9:num_iter=16"),
+                *("speculative:num_iter=16", "mar-draft:temperature=0.9:num_iter=16"),
             ],
         ),
         (  # another chain, or other seeds, are no substitute for the common ones
@@ -119,10 +119,10 @@ def test_models_of_a_row_are_its_own(digits):
         loaded.append(models)
         return other if "small" in models.values() else digits
 
-    entries = [{"name": "small alone", "method": "ar", "checkpoint": "small"}, {"method": "cspd", "num_iter": 8}]
+    entries = [{"name": "small alone", "method": "ar", "checkpoint": "small"}, {"method": "mar-draft", "num_iter": 8}]
     entries += [{"method": "speculative", "checkpoint": "small"}]
     rows = configurations(entries, {"checkpoint": "digits32"}, load)
-    names = ["ar", "ar:num_iter=8", "small alone", "cspd:num_iter=8", "speculative:checkpoint=small"]
+    names = ["ar", "ar:num_iter=8", "small alone", "mar-draft:num_iter=8", "speculative:checkpoint=small"]
     assert [row.name for row in rows] == names
     assert [row.engine is other for row in rows] == [False, False, True, False, True]
     assert baselines(rows[4], rows, 0) == (rows[2], None)  # not the large model's
@@ -154,12 +154,12 @@ def study(tmp_path, text):
 
 
 def test_lists_are_swept():
-    entry = {"method": "cspd", "gamma": [4, 8], "align": [True, False], "prefill": 0.1}
+    entry = {"method": "mar-draft", "gamma": [4, 8], "align": [True, False], "prefill": 0.1}
     made = expand(entry)
     assert [name for name, _ in made] == [
-        f"cspd:gamma={gamma}:align={align}:prefill=0.1" for gamma in (4, 8) for align in ("true", "false")
+        f"mar-draft:gamma={gamma}:align={align}:prefill=0.1" for gamma in (4, 8) for align in ("true", "false")
     ]
-    assert made[2][1] == {"method": "cspd", "gamma": 8, "align": True, "prefill": 0.1}
+    assert made[2][1] == {"method": "mar-draft", "gamma": 8, "align": True, "prefill": 0.1}
     for name, settings in made:  # the name asks for it again
         assert named_entries([name]) == [settings]
     names = ["a b:gamma=4:align=true", "a b:gamma=4:align=false", "a b:gamma=8:align=true", "a b:gamma=8:align=false"]
@@ -207,7 +207,7 @@ def test_a_study_runs_with_its_own_models_and_flags_override_it(tmp_path):
         ("cfg: 1\ncfg: 2\nconfigurations: [{method: ar}]", "cfg"),
         ("cfg: .nan\nconfigurations: [{method: ar}]", "cfg"),
         ("configurations: [{method: ar, checkpoint: 5}]", "checkpoint"),
-        ("configurations: [{method: cspd}, {method: cspd}]", "cspd"),
+        ("configurations: [{method: cspd}, {method: mar-draft}]", "mar-draft"),
         ("configurations: [{method: ar, checkpoint: nowhere}]", "nowhere"),
         ("configurations: [{method: ar, paper: 3}]", "paper"),
         ("configurations: [{method: ar, paper: {fidd: 3}}]", "fidd"),

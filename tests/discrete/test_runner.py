@@ -50,7 +50,7 @@ COMPOSED = [
 MAR = {
     "ar": {},
     "speculative": {"window": 4},
-    "cspd": {"gamma": 8},
+    "mar-draft": {"gamma": 8},
     "calibrated": {"head_calls": 4},
     "disa": {"upper": 6, "lower": 3},
     "ddim": {"head_calls": 4},

@@ -261,7 +261,7 @@ def test_bad_settings_are_errors_that_name_the_option(method, settings, message,
     "method, enough",
     [
         ({"method": "ar"}, {"first_timestep": 950}),
-        ({"method": "cspd"}, {"first_timestep": 950}),
+        ({"method": "mar-draft"}, {"first_timestep": 950}),
         ({"method": "speculative", "window": 3}, {"num_sampling_steps": 100}),
     ],
     ids=str,

@@ -186,7 +186,7 @@ def test_acceptance_of_the_bundled_pair():
     engine = cspd.load("digits32", max_batch=10, device="cpu")
 
     def acceptance(**changes) -> float:
-        settings = {"method": "cspd", "gamma": GAMMA, "num_iter": 8, "cfg": 1.0, "prefill": 0.75}
+        settings = {"method": "mar-draft", "gamma": GAMMA, "num_iter": 8, "cfg": 1.0, "prefill": 0.75}
         outputs = engine.generate([Request(i, i, **settings, **changes) for i in range(10)])
         verified, accepted = np.sum([output.stats.by_lag for output in outputs], axis=(0, 2))
         assert verified == 160
@@ -204,7 +204,7 @@ def test_acceptance_of_the_bundled_pair():
 def test_the_ratio_is_that_of_equation_4(ratio_temperature, sigma, digits):
     """On the bundled pair with 100 steps: 99 terms of log sigma and the last step's tempered Gaussians."""
     engine = digits.with_slots(1)
-    resolved = engine.resolve(Request(3, 5, method="cspd", cfg=3.0, temperature=0.9, num_sampling_steps=100))
+    resolved = engine.resolve(Request(3, 5, method="mar-draft", cfg=3.0, temperature=0.9, num_sampling_steps=100))
     runner, sequence = engine.runner, Sequence(resolved, 0, slot=0)
     made, by_hand_chains = [], []
     with torch.inference_mode():

@@ -17,7 +17,7 @@ from mar.head import ReadyHead
 from mar.model import MAR
 
 SMALL = {"first_timestep": 950, "upper": 6, "lower": 4, "head_calls": 4, "window": 3, "draft": "frozen"}
-SETTINGS = {"method": "cspd", "cfg": 2.0, "num_iter": 2, "num_sampling_steps": 12, "gamma": 4, "prefill": 0.9375}
+SETTINGS = {"method": "mar-draft", "cfg": 2.0, "num_iter": 2, "num_sampling_steps": 12, "gamma": 4, "prefill": 0.9375}
 DRAFTED, ROUNDS = 4, 1  # tokens of 64
 every_denoiser = pytest.mark.parametrize(
     "chains",

@@ -331,7 +331,7 @@ def test_the_description_of_the_models(site):
     assert mar["classes"][3] == "three" and vq["side"] == 16
     guarantees = {method["name"]: method["guarantee"] for method in mar["methods"]}
     expected = {each.name: each.guarantee for each in cspd.method.METHODS if each.family == "MAR"}
-    assert expected.pop("cspd") and guarantees == expected  # the engine has no draft model
+    assert expected.pop("mar-draft") and guarantees == expected  # the engine has no draft model
     assert {"name": "num_sampling_steps", "default": 100}.items() <= mar["options"][-1].items()
     for path, kind in (("/", "text/html"), ("/page.js", "text/javascript"), ("/page.css", "text/css")):
         answer = site.ask(path)
