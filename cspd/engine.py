@@ -495,7 +495,7 @@ class Engine:
             request = request.but(label=self._classes[model].number_of(request.label))
         if request.label is None and request.prompt is None and request.cfg is None:
             request = request.but(cfg=1.0)  # unconditional: there is no class that guidance could steer towards
-        request = runner.check(request, method)
+        request = runner.complete(request, method)
         return Prepared(asked, request, method, model, runner)
 
     def prepare(self, request: Request | Prepared, at_once: int | None = None, model: str | None = None) -> Prepared:
@@ -519,7 +519,7 @@ class Engine:
         with self._turn():  # it may run models
             at_once = self.num_slots if at_once is None else at_once
             prepared.runner.at_once = max(1, min(self.num_slots, at_once))
-            decided = prepared.runner.resolve(prepared.request, prepared.method)
+            decided = prepared.runner.prepare(prepared.request, prepared.method)
         advice = prepared.method.advice(decided)
         if advice:
             warnings.warn(advice, stacklevel=1)  # from the same line each time, so that Python shows it once

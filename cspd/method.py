@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -35,12 +36,11 @@ GUARANTEES = {
 RunRound = Callable[[Any, list[Sequence], Stopwatch], list[Sequence]]
 
 
-def nothing_more(request: Request, runner: ModelRunner) -> None:
-    """The check of a method that has none."""
+Prepare = Callable[[Request, Any], Request]
 
 
 def as_it_is(request: Request, runner: ModelRunner) -> Request:
-    """The request unchanged: for methods that have nothing to decide."""
+    """The request unchanged: nothing is left to check or to decide."""
     return request
 
 
@@ -56,9 +56,10 @@ class Method:
         needs: requirement in addition to the target: "draft model", "EAGLE drafter", "calibration", or "-".
         options: settings that only some methods have; an option comes after those that it depends on (`only_with`).
         mixed: names of settings that may differ between the sequences of one round.
-        check: raises ValueError if options that are valid one by one do not go together.
-        resolve: fills in the values that a checked request leaves open, for example from a calibration.
-        of_request: the guarantee of a resolved request, if settings change it.
+        prepare: (request with all defaults, model runner) -> the request with the values that it leaves open, for
+            example from a calibration. Raises ValueError if options that are valid one by one do not go together. It
+            checks first what needs no measurement: a request that only is to be checked goes as far as that.
+        of_request: the guarantee of a prepared request, if settings change it.
         advice: a warning about settings that are valid but probably not intended, with a remedy, or None. It is also
             added to the error if tokens are not finite.
         uses: the models that a resolved request needs in addition to the target: "draft", "eagle".
@@ -77,8 +78,7 @@ class Method:
     needs: str = "-"
     options: tuple[Option, ...] = ()
     mixed: Callable[[Request], tuple[str, ...]] = lambda request: ()
-    check: Callable[[Request, Any], None] = nothing_more
-    resolve: Callable[[Request, Any], Request] = as_it_is
+    prepare: Prepare = as_it_is
     of_request: Callable[[Request], str] | None = None
     advice: Callable[[Request], str | None] = lambda request: None
     uses: Callable[[Request], set[str]] = lambda request: set()
@@ -161,8 +161,25 @@ def complete(
     for name in sorted(method.uses(request)):
         if runner.models[name] is None:
             raise ValueError(f"method={method.name!r} needs {_MISSING[name]} on the command line")
-    method.check(request, runner)
+    with contextlib.suppress(_NeedsDevice):
+        method.prepare(request, _WithoutDevice(runner))
     return request
+
+
+class _NeedsDevice(Exception):
+    pass
+
+
+class _WithoutDevice:
+    """A model runner for checks, which end at what measures the device, calibrates a model or takes memory."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("tuning", "caches"):
+            raise _NeedsDevice
+        return getattr(self._runner, name)
 
 
 _MISSING = {  # by the name of a model in `Method.uses`
@@ -298,11 +315,11 @@ class ModelRunner(Protocol):
     noise: types.ModuleType
     tuning: Any
 
-    def check(self, request: Request, method: Method) -> Request:
+    def complete(self, request: Request, method: Method) -> Request:
         """The request with all defaults filled in. Raises ValueError on a bad setting or a missing model."""
 
-    def resolve(self, request: Request, method: Method) -> Request:
-        """A checked request with all open values filled in, which may fit a calibration, and its prompts encoded.
+    def prepare(self, request: Request, method: Method) -> Request:
+        """A complete request with all open values filled in, which may fit a calibration, and its prompts encoded.
 
         Raises ValueError.
         """
@@ -582,13 +599,11 @@ class Part:
     """What a request chooses by name, from a table of its kind.
 
     Attributes:
-        options: its own settings. check: raises ValueError on a bad request.
-        resolve: fills in the settings that a checked request leaves open.
+        options: its own settings. prepare: as of `Method`, for these settings.
     """
 
     options: tuple[Option, ...] = ()
-    check: Callable[[Request, Any], None] = nothing_more
-    resolve: Callable[[Request, Any], Request] = as_it_is
+    prepare: Prepare = as_it_is
 
 
 def choices(

@@ -103,7 +103,7 @@ def resolve(request, config):
     """As a model runner of a model of these sizes would check it; no model is needed for that."""
     sizes = SimpleNamespace(seq_len=config.seq_len, num_classes=config.class_num, defaults=defaults_of(config))
     sizes.models, sizes.config = {"draft": config}, config
-    return MARRunner.check(sizes, *choose(request, ["MAR"]))
+    return MARRunner.complete(sizes, *choose(request, ["MAR"]))
 
 
 def request_with(field, value):

@@ -20,7 +20,7 @@ from cspd.continuous.tuning import SEARCHED, SEARCHED_WINDOWS, HeadTuner
 from cspd.device import Precision, check_fits
 from cspd.graphs import Graphs
 from cspd.heads.samplers import FLOW, Sampler, for_users_samplers
-from cspd.method import nothing_more, register, register_family
+from cspd.method import as_it_is, register, register_family
 from cspd.models import NO_NAMES, ClassNames
 
 PAPERS = {
@@ -36,7 +36,7 @@ def _of_flow(denoiser: Denoiser) -> Denoiser:
 
 DRAWN_BY = {name: _of_flow(denoiser) for name, denoiser in of_kind(FLOW).items()}
 # MAR's chains may begin at a later timestep than the first; here there is no such choice
-DRAWN_BY["ancestral"] = replace(DRAWN_BY["ancestral"], options=(), check=nothing_more)
+DRAWN_BY["ancestral"] = replace(DRAWN_BY["ancestral"], options=(), prepare=as_it_is)
 AXES = {"denoiser": Axis(DRAWN_BY, "how a token is drawn from its condition")}
 sampling = functools.partial(method_of, CausalRunner.family, AXES, {"denoiser": "ancestral"}, free=())
 

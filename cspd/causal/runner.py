@@ -102,7 +102,7 @@ class CausalRunner:
         """Takes over the tuning of another model runner of the same models."""
         self.tuning = other.tuning
 
-    def check(self, request: Request, method: Method) -> Request:
+    def complete(self, request: Request, method: Method) -> Request:
         """The request with the target's and the method's defaults filled in.
 
         Raises:
@@ -112,9 +112,9 @@ class CausalRunner:
         defaults = {option.name: getattr(self.defaults, option.name) for option in CAUSAL_OPTIONS}
         return complete(without_lost_noise(request), method, self, CAUSAL_OPTIONS, defaults)
 
-    def resolve(self, request: Request, method: Method) -> Request:
-        """A checked request with the method's choices for this device."""
-        return method.resolve(request, self)
+    def prepare(self, request: Request, method: Method) -> Request:
+        """A complete request with the method's choices for this device."""
+        return method.prepare(request, self)
 
     def published(self, labels: Tensor, settings: dict) -> Tensor:
         """Tokens [B, L, d] by the authors' sampler, in lockstep; settings as in `CAUSAL_OPTIONS`."""

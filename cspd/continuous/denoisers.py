@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from cspd.continuous import speculate
@@ -11,6 +10,7 @@ from cspd.continuous.rows import ContinuousRunner, Denoiser
 from cspd.heads import calibrated, samplers, speculative  # noqa: F401 - they register their samplers
 from cspd.heads.calibrated import HEAD_CALLS, Predictor, Shortcut
 from cspd.heads.samplers import SAMPLERS, SHORT, SHORT_FIRST, Sampler, for_users_samplers
+from cspd.method import Prepare
 from cspd.option import Option, check_integer
 from cspd.request import Request
 from mar.head import TRAIN_STEPS
@@ -20,16 +20,17 @@ from mar.head import TRAIN_STEPS
 ANCESTRAL_MIXED = ("num_iter", "cfg", "cfg_schedule", "temperature")  # may differ between the rows of a chain
 
 
-def begins(steps: str) -> Callable[[Request, ContinuousRunner], None]:
-    """The check that a chain of as many steps as the setting `steps` has them up to its `first_timestep`."""
+def begins(steps: str) -> Prepare:
+    """Checks that a chain of as many steps as the setting `steps` has them up to its `first_timestep`."""
 
-    def check(request: Request, runner: ContinuousRunner) -> None:
+    def prepare(request: Request, runner: ContinuousRunner) -> Request:
         num_steps = getattr(request, steps)
         if request.first_timestep is not None:
             why = f"it begins a chain of {num_steps} steps"
             check_integer("first_timestep", request.first_timestep, num_steps - 1, TRAIN_STEPS - 1, why)
+        return request
 
-    return check
+    return prepare
 
 
 def ancestral_advice(request: Request, remedy: str = f"give first_timestep={SHORT_FIRST}") -> str | None:
@@ -40,17 +41,15 @@ def ancestral_advice(request: Request, remedy: str = f"give first_timestep={SHOR
     return f"a chain of {num_steps} denoising steps overshoots in its first one: {remedy}"
 
 
-def check_solver(request: Request, runner: ContinuousRunner) -> None:
-    """Raises ValueError if there are more head calls than timesteps, or than steps to plan them at."""
+def prepare_solver(request: Request, runner: ContinuousRunner) -> Request:
+    """The unchanged request, after its grid was planned.
+
+    Raises ValueError if there are more head calls than timesteps, or than steps to plan them at, or no such plan.
+    """
     begins("head_calls")(request, runner)
     if request.grid == "planned":
         most = request.num_sampling_steps
         check_integer("head_calls", request.head_calls, 2, most, f"a chain has {most} steps, at which they are planned")
-
-
-def resolve_solver(request: Request, runner: ContinuousRunner) -> Request:
-    """The unchanged request, after its grid was planned; raises ValueError if there is no such plan."""
-    if request.grid == "planned":
         runner.tuning.calibrations["target"].plan(request, request.head_calls)
     return request
 
@@ -58,7 +57,7 @@ def resolve_solver(request: Request, runner: ContinuousRunner) -> Request:
 # `speculative`: its window.
 
 
-def resolve_window(request: Request, runner: ContinuousRunner) -> Request:
+def prepare_window(request: Request, runner: ContinuousRunner) -> Request:
     """The request with the fastest window for it on this device, if it does not have a window."""
     if request.window is None:
         request = request.but(**runner.tuning.choice(request, runner.at_once).config)
@@ -84,7 +83,7 @@ AUDIT = Option(
 )
 
 
-def resolve_plan(request: Request, runner: ContinuousRunner) -> Request:
+def prepare_plan(request: Request, runner: ContinuousRunner) -> Request:
     """The request with its number of head calls.
 
     Raises ValueError if there is no such plan, its predicted divergence is above `divergence`, or the chains that it
@@ -111,22 +110,21 @@ def resolve_plan(request: Request, runner: ContinuousRunner) -> Request:
 
 # The table.
 
-SOLVER: dict[str, Any] = {"check": check_solver, "resolve": resolve_solver}
 # for short chains, which with a fit always begin at timestep 999
 SPECULATIVE_REMEDY = f"give num_sampling_steps=100, or ar's chains with first_timestep={SHORT_FIRST}"
 CALIBRATED_REMEDY = "give num_sampling_steps=100, which takes no more head calls"
 OWN: dict[str, dict[str, Any]] = {
-    "ancestral": {"mixed": ANCESTRAL_MIXED, "check": begins("num_sampling_steps"), "advice": ancestral_advice},
-    "annealed": {"mixed": ANCESTRAL_MIXED, "check": begins("upper")},
-    "cached": {"mixed": ANCESTRAL_MIXED, "check": begins("num_sampling_steps"), "advice": ancestral_advice},
-    "frequency-weighted": {"mixed": (*ANCESTRAL_MIXED, "num_sampling_steps"), "check": begins("upper")},
-    "ddim": SOLVER,
-    "dpm-solver++": SOLVER,
+    "ancestral": {"mixed": ANCESTRAL_MIXED, "prepare": begins("num_sampling_steps"), "advice": ancestral_advice},
+    "annealed": {"mixed": ANCESTRAL_MIXED, "prepare": begins("upper")},
+    "cached": {"mixed": ANCESTRAL_MIXED, "prepare": begins("num_sampling_steps"), "advice": ancestral_advice},
+    "frequency-weighted": {"mixed": (*ANCESTRAL_MIXED, "num_sampling_steps"), "prepare": begins("upper")},
+    "ddim": {"prepare": prepare_solver},
+    "dpm-solver++": {"prepare": prepare_solver},
     "euler": {"mixed": ANCESTRAL_MIXED[1:]},
     "heun": {"mixed": ANCESTRAL_MIXED[1:]},
-    "calibrated": {"resolve": resolve_plan, "advice": functools.partial(ancestral_advice, remedy=CALIBRATED_REMEDY)},
+    "calibrated": {"prepare": prepare_plan, "advice": functools.partial(ancestral_advice, remedy=CALIBRATED_REMEDY)},
     "speculative": {
-        "resolve": resolve_window,
+        "prepare": prepare_window,
         "advice": functools.partial(ancestral_advice, remedy=SPECULATIVE_REMEDY),
         "run_round": speculate.run_round,
     },

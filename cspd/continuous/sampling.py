@@ -63,15 +63,10 @@ class Point:
         is_plain = all(self.name(axis, request) == name for axis, name in MARS_OWN.items() if axis in self.axes)
         return self.denoiser(request).guarantee if is_plain else "heuristic"
 
-    def check(self, request: Request, runner: Any) -> None:
-        """Raises ValueError if the request is incompatible with one of its parts."""
+    def prepare(self, request: Request, runner: Any) -> Request:
+        """As `Method.prepare`, by all its parts; the denoiser, which may measure, is the last."""
         for axis in self.axes:
-            self.part(axis, request).check(request, runner)
-
-    def resolve(self, request: Request, runner: Any) -> Request:
-        """The request with the settings that its parts fill in."""
-        for axis in self.axes:
-            request = self.part(axis, request).resolve(request, runner)
+            request = self.part(axis, request).prepare(request, runner)
         return request
 
     def run_round(self, runner: Any, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
@@ -114,8 +109,7 @@ def method_of(
         needs=point.denoiser(usual).needs,
         options=tuple(point.options(free, **chosen)),
         mixed=lambda request: point.denoiser(request).mixed,
-        check=point.check,
-        resolve=point.resolve,
+        prepare=point.prepare,
         of_request=point.guarantee,
         advice=lambda request: point.denoiser(request).advice(request),
         token_cost="calls",

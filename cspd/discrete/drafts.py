@@ -379,11 +379,12 @@ WINDOW = Option(
 NEEDS = {None: "-", "draft": "draft model", "eagle": "EAGLE drafter"}
 
 
-def check(request: Request, runner: VQRunner) -> None:
-    """Raises ValueError if `gamma` is above the draft's maximum, or the rule is invalid."""
+def prepare(request: Request, runner: VQRunner) -> Request:
+    """As `by_budget`; raises ValueError also if `gamma` is above the draft's maximum, or the rule is invalid."""
     highest = DRAFTS[request.draft].highest
     check_integer("gamma", request.gamma, 1, highest, f"it is how far draft={request.draft!r} drafts ahead")
     check_rule(request, runner)
+    return by_budget(request, runner)
 
 
 def check_rule(request: Request, runner: VQRunner) -> None:
@@ -457,8 +458,7 @@ def drafting(
         needs=NEEDS[DRAFTS[draft].needs],
         options=(*of_draft, *rule_options(rule, **parameters), coupling_option(coupling)),
         mixed=lambda request: MIXED,
-        check=check,
-        resolve=by_budget,
+        prepare=prepare,
         explain=explain,
         of_request=lambda request: rule_of(request).guarantee,
         uses=lambda request: set(filter(None, [DRAFTS[request.draft].needs])),

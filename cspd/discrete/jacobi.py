@@ -517,8 +517,8 @@ OPTIONS = (
 )
 
 
-def check(request: Request, runner: VQRunner) -> None:
-    """Raises ValueError if the window has no room for the comb, or the rule is invalid."""
+def prepare(request: Request, runner: VQRunner) -> Request:
+    """As `by_budget`; raises ValueError also if the window has no room for the comb, or the rule is invalid."""
     comb = f"pd_k={request.pd_k} candidates at pd_d={request.pd_d} levels and a token below them"
     least = request.pd_k * request.pd_d + 1
     most = MOST_NODES - 1
@@ -526,6 +526,7 @@ def check(request: Request, runner: VQRunner) -> None:
         raise ValueError(f"{comb} need a window of {least}, and the maximum is {most}: lower pd_k or pd_d")
     check_integer("window", request.window, least, most, f"it has room for {comb}")
     check_rule(request, runner)
+    return by_budget(request, runner)
 
 
 def jacobi(
@@ -550,8 +551,7 @@ def jacobi(
         run_round=run_jacobi_round,
         options=(*options, *rule_options(rule, **defaults), coupling_option(coupling)),
         mixed=lambda request: MIXED,
-        check=check,
-        resolve=by_budget,
+        prepare=prepare,
         explain=explain,
         of_request=lambda request: rule_of(request).guarantee,
     )

@@ -219,7 +219,7 @@ class VQRunner:
         """The drafted nodes of the windows, int64 [slots, N]."""
         return torch.zeros(self.num_slots, MOST_NODES, dtype=torch.int64, device=self.device)
 
-    def check(self, request: Request, method: Method) -> Request:
+    def complete(self, request: Request, method: Method) -> Request:
         """The request with the target's and the method's defaults filled in.
 
         Raises:
@@ -236,12 +236,12 @@ class VQRunner:
             self.text_encoder.check(request, self.config.prefix_length)
         return request
 
-    def resolve(self, request: Request, method: Method) -> Request:
-        """A checked request with the settings that the method chooses for this device. Encodes the prompts."""
+    def prepare(self, request: Request, method: Method) -> Request:
+        """A complete request with the settings that the method chooses for this device. Encodes the prompts."""
         for text in (request.prompt, request.negative_prompt):
             if text is not None:
                 self.text_of(text)  # the encoder remembers it
-        return method.resolve(request, self)
+        return method.prepare(request, self)
 
     def text_of(self, text: str) -> Tensor:
         """A prompt as the models' inputs, on the CPU: float32 features [n, caption_dim], or tokens int64 [n]."""

@@ -126,7 +126,7 @@ class Race:
         return by_draft / self.tokens <= MARGIN * plain
 
 
-def resolve(request: Request, runner: VQRunner) -> Request:
+def prepare(request: Request, runner: VQRunner) -> Request:
     """The request with the settings that it leaves open set to the fastest draft configuration on this device."""
     return request.but(**runner.tuning.choice(request, runner.at_once).config)
 
@@ -140,6 +140,6 @@ SPECULATIVE = Method(
     run_round=run_round,
     options=(WINDOW, DRAFT, GAMMA, COUPLED),
     mixed=lambda request: MIXED,
-    resolve=resolve,
+    prepare=prepare,
     uses=lambda request: {"eagle"} if request.draft == "eagle-dynamic" else set(),
 )

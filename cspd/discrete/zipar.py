@@ -122,8 +122,11 @@ LAG = Option(
 )
 
 
-def check(request: Request, runner: VQRunner) -> None:
-    """Raises ValueError if rows have ends of their own, are shorter than the lag, or are given in part."""
+def prepare(request: Request, runner: VQRunner) -> Request:
+    """The request with its lag.
+
+    Raises ValueError if rows have ends of their own, are shorter than the lag, or are given in part.
+    """
     side = runner.config.grid
     if runner.config.row_end is not None:
         raise ValueError("method='zipar' does not know models that end each row by a token of its own: use sjd")
@@ -132,10 +135,6 @@ def check(request: Request, runner: VQRunner) -> None:
         check_integer("lag", request.lag, least, side, f"a row has {side} tokens")
     if request.num_generated(runner.seq_len) % side:
         raise ValueError(f"method='zipar' decodes whole rows: keep a multiple of {side} tokens, or use another method")
-
-
-def resolve(request: Request, runner: VQRunner) -> Request:
-    """The request with its lag."""
     return request if request.lag is not None else request.but(lag=-(-runner.config.grid // 2))
 
 
@@ -148,6 +147,5 @@ ZIPAR = Method(
     run_round=run_round,
     options=(LAG,),
     mixed=lambda request: MIXED,
-    check=check,
-    resolve=resolve,
+    prepare=prepare,
 )

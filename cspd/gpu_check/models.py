@@ -149,7 +149,7 @@ BUDGET_PLAN = {"denoiser": "calibrated", "head_calls": 32, "null_every": 2, "cor
 @functools.cache
 def bundled_settings(device: torch.device) -> dict[str, Any]:
     """The settings of the bundled MAR whose calibrations are part of the package."""
-    checked = bundled("MAR", 1, device).runner.check(Request(0), find("ar", "MAR"))
+    checked = bundled("MAR", 1, device).runner.complete(Request(0), find("ar", "MAR"))
     return {option.name: getattr(checked, option.name) for option in COMMON["MAR"]}
 
 
@@ -157,7 +157,7 @@ def bundled_settings(device: torch.device) -> dict[str, Any]:
 def bundled_calibration(device: torch.device) -> Calibration:
     """The head calls that tokens of the bundled model take in `speculative`."""
     runner = bundled("MAR", 1, device).runner
-    checked = runner.check(Request(0, method="speculative", window=0), find("speculative", "MAR"))
+    checked = runner.complete(Request(0, method="speculative", window=0), find("speculative", "MAR"))
     return runner.tuning.calibrations["target"].get(checked)
 
 

@@ -451,27 +451,28 @@ def bytes_per_slot(runner: MARRunner, request: Request) -> int:
     return total
 
 
-def resolve(request: Request, runner: MARRunner) -> Request:
-    """The unchanged request; raises ValueError if it needs new caches that would not fit into memory."""
+def prepare(request: Request, runner: MARRunner) -> Request:
+    """The unchanged request.
+
+    Raises ValueError unless `refreshes` lists rounds of the request, 0 first, and new caches fit into memory.
+    """
+    if request.refreshes is not None:
+        check_refreshes(request.refreshes, num_rounds(request))
     if _shape(request) not in runner.caches:
         num_bytes = bytes_per_slot(runner, request)
         check_fits(num_bytes, runner.num_slots, " with backbone='cached'", "use backbone='full'", runner.device)
     return request
 
 
-def check(request: Request, runner: MARRunner) -> None:
-    """Raises ValueError unless `refreshes` lists rounds of the request, 0 first."""
-    if request.refreshes is None:
-        return
+def check_refreshes(refreshes: str, rounds: int) -> None:
     try:
-        iterations = number_list(request.refreshes)
+        iterations = number_list(refreshes)
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"refreshes: {error}") from None
     if iterations[0] != 0:
-        raise ValueError(f"refreshes={request.refreshes!r} must begin with 0: there is no cache before it")
-    last = num_rounds(request) - 1
-    if max(iterations) > last:
-        raise ValueError(f"refreshes={request.refreshes!r} must end at {last} or before, the last round")
+        raise ValueError(f"refreshes={refreshes!r} must begin with 0: there is no cache before it")
+    if max(iterations) > rounds - 1:
+        raise ValueError(f"refreshes={refreshes!r} must end at {rounds - 1} or before, the last round")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -502,9 +503,7 @@ def until_refresh(request: Request, iteration: int) -> int:
     return 1 + (later.index(True) if True in later else len(later))
 
 
-@backbone(
-    "cached", options=(REFRESH, WARMUP, RETAIN, SELECT, KEPT, REUSE_NULL, REFRESHES), check=check, resolve=resolve
-)
+@backbone("cached", options=(REFRESH, WARMUP, RETAIN, SELECT, KEPT, REUSE_NULL, REFRESHES), prepare=prepare)
 def conditions(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
     """z of the rows [G, R, D], as `MARRunner.conditions` or an approximation of it (arXiv 2503.12450)."""
     kinds = np.array([kind(sequence.request, sequence.iteration) for sequence in batch])

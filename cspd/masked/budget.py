@@ -188,14 +188,7 @@ def planned(request: Request, runner: MARRunner) -> BudgetPlan:
     return planner.priced(request, BudgetPlan(given, Price(0.0, 0.0), None))
 
 
-def resolve(request: Request, runner: MARRunner) -> Request:
-    """A checked request with the axes and their options that the plan chooses, unless it has them."""
-    if request.denoiser is not None and request.backbone is not None:
-        return request
-    return request.but(**runner.tuning.plan(request, runner.at_once).settings)
-
-
-def check(request: Request, runner: MARRunner) -> None:
+def check(request: Request) -> None:
     """Raises ValueError if prices have no meaning for the request's settings, or these contradict its budget."""
     if getattr(request, "audit", None):
         raise ValueError("audit measures the head alone: leave it out, runs of budget audit the backbone too")

@@ -309,8 +309,11 @@ def _added(counts: list[list[int]], length: int, first: int, accepted: np.ndarra
     return total.tolist()
 
 
-def check(request: Request, runner: MARRunner) -> None:
-    """Raises ValueError if gamma is above the length, temperature is 0, or the chains do not fit the settings."""
+def prepare(request: Request, runner: MARRunner) -> Request:
+    """The request with the settings that its chains fill in.
+
+    Raises ValueError if gamma is above the length, temperature is 0, or the chains do not fit the settings.
+    """
     check_integer("gamma", request.gamma, 1, runner.seq_len, "a round drafts at most all of the sequence's tokens")
     if request.temperature == 0:
         raise ValueError(
@@ -323,12 +326,7 @@ def check(request: Request, runner: MARRunner) -> None:
         )
     if request.prefill:
         begins("num_sampling_steps")(request, runner)  # the prefill uses ancestral chains
-    DENOISERS[request.chains].check(request, runner)
-
-
-def resolve(request: Request, runner: MARRunner) -> Request:
-    """The request with the settings that its chains fill in."""
-    return DENOISERS[request.chains].resolve(request, runner)
+    return DENOISERS[request.chains].prepare(request, runner)
 
 
 CSPD = Method(
@@ -341,8 +339,7 @@ CSPD = Method(
     needs="draft model",
     options=OPTIONS,
     mixed=lambda request: ("num_iter",),
-    check=check,
-    resolve=resolve,
+    prepare=prepare,
     advice=lambda request: DENOISERS[request.chains].advice(request),
     uses=lambda request: {"draft"},
 )

@@ -121,19 +121,18 @@ def _is_open(request: Request) -> bool:
     return request.backbone is None or request.denoiser is None
 
 
-def check_budget(request: Request, runner: MARRunner) -> None:
-    """Raises ValueError if the request has no plan, or if the settings of its axes are bad."""
-    budget.check(request, runner)
+def prepare_budget(request: Request, runner: MARRunner) -> Request:
+    """The request with a plan's settings, and with those that its backbone and its denoiser fill in.
+
+    Raises ValueError if the request has no plan, or if the settings of its axes are bad.
+    """
+    budget.check(request)
     check_rounds(request)
-    if not _is_open(request):
-        PLANNED.check(request, runner)
-
-
-def resolve_budget(request: Request, runner: MARRunner) -> Request:
-    """The request with a plan's settings, and with those that its backbone and its denoiser fill in."""
-    resolved = PLANNED.resolve(BUDGET.fill(budget.resolve(request, runner)), runner)
-    budget.planned(resolved, runner)  # prices axes that were given, before the run
-    return resolved
+    if _is_open(request):
+        request = BUDGET.fill(request.but(**runner.tuning.plan(request, runner.at_once).settings))
+    request = PLANNED.prepare(request, runner)
+    budget.planned(request, runner)  # prices axes that were given, before the run
+    return request
 
 
 def guarantee_of_budget(request: Request) -> str:
@@ -177,8 +176,7 @@ BUDGET = Method(
         ),
     ),
     mixed=lambda request: PLANNED.denoiser(request).mixed,
-    check=check_budget,
-    resolve=resolve_budget,
+    prepare=prepare_budget,
     of_request=guarantee_of_budget,
     advice=lambda request: PLANNED.denoiser(request).advice(request),
     token_cost="calls",

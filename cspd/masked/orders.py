@@ -213,8 +213,8 @@ def checkerboard(order: Tensor, side: int) -> Tensor:
     return order.gather(1, stage.argsort(dim=1, stable=True))
 
 
-def check_checkerboard(request: Request, runner: Any) -> None:
-    """Raises ValueError if the grid has an odd side, or the iterations are too few for two stages."""
+def prepare_checkerboard(request: Request, runner: Any) -> Request:
+    """The unchanged request; raises ValueError if the grid has an odd side, or two stages too few iterations."""
     side, half = runner.config.grid_size, runner.seq_len // 2
     if side % 2:
         raise ValueError(
@@ -228,6 +228,7 @@ def check_checkerboard(request: Request, runner: Any) -> None:
             f"num_iter={request.num_iter} leaves no iteration for the checkerboard's first colour, since"
             f" reconstruction={request.reconstruction}: give a larger num_iter or a smaller reconstruction"
         )
+    return request
 
 
 def radical_inverse(index: int, base: int) -> float:
@@ -265,5 +266,5 @@ def halton(order: Tensor, side: int) -> Tensor:
 ORDERS: dict[str, Order] = {  # by name
     "random": Order(cosine),
     "halton": Order(cosine, arrange=halton),
-    "checkerboard": Order(two_stages, colours, checkerboard, options=(RECONSTRUCTION,), check=check_checkerboard),
+    "checkerboard": Order(two_stages, colours, checkerboard, options=(RECONSTRUCTION,), prepare=prepare_checkerboard),
 }

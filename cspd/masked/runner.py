@@ -141,7 +141,7 @@ class MARRunner:
         """Takes over the tuning of another model runner of the same models."""
         self.tuning = other.tuning
 
-    def check(self, request: Request, method: Method) -> Request:
+    def complete(self, request: Request, method: Method) -> Request:
         """The request with the target's and the method's defaults filled in.
 
         Raises:
@@ -163,15 +163,15 @@ class MARRunner:
         common = (NUM_ITER.but(high=num_generated), *MAR_OPTIONS[1:])
         return complete(without_lost_noise(request), method, self, common, defaults)
 
-    def resolve(self, request: Request, method: Method) -> Request:
-        """A checked request with the method's choices for this device. Raises ValueError if memory is too small."""
+    def prepare(self, request: Request, method: Method) -> Request:
+        """A complete request with the method's choices for this device. Raises ValueError if memory is too small."""
         masked = timetable(request, self.seq_len).masked
         num_tokens = largest(masked, request.num_generated(self.seq_len))
         # fewer iterations than usual predict more tokens in one, which takes more memory in the head
         if num_tokens > self._checked_tokens:
             check_memory(self.target, self.num_slots, num_tokens, self.device)
             self._checked_tokens = num_tokens
-        return method.resolve(request, self)
+        return method.prepare(request, self)
 
     def published(self, labels: Tensor, settings: dict) -> Tensor:
         """Tokens [B, L, d] by the sampler of MAR's released code, in lockstep; settings as in `MAR_OPTIONS`."""
