@@ -357,8 +357,8 @@ class ModelRunner(Protocol):
 
 METHODS: list[Method] = []  # sorted by family; the methods of users last
 NAMED_BY: dict[str, Callable[[Request], str | None]] = {}  # by family, see `register_family`; so are the next two
-SEARCHED: dict[str, str] = {}
-WINDOWS: dict[str, str] = {}
+CANDIDATES: dict[str, str] = {}
+EXACT_CANDIDATES: dict[str, str] = {}
 _BUILT_IN: list[Method] = []
 
 
@@ -367,23 +367,23 @@ def register_family(
     methods: Several[Method],
     named_by: Callable[[Request], str | None] = lambda request: None,
     *,
-    searched: str,
-    windows: str,
+    candidates: str,
+    exact_candidates: str,
 ) -> None:
     """Adds the methods of a family of models; `cspd.option` has the family's options.
 
     Args:
         methods: in the order of the tables that list them.
         named_by: the name of the method that the settings of a request without `method` imply, or None for the default.
-        searched: the candidates of `cspd tune`, names of methods with the settings that trade quality for speed.
-        windows: more candidates, if quality may not change.
+        candidates: those of `cspd tune`, names of methods with the settings that trade quality for speed.
+        exact_candidates: more of them, if quality may not change.
     """
     order = [*COMMON]
     _BUILT_IN.extend(methods)
     _BUILT_IN.sort(key=lambda method: order.index(method.family))
     # A plug-in may have registered its methods before this family was imported.
     METHODS[:] = _BUILT_IN + [method for method in METHODS if method not in _BUILT_IN]
-    NAMED_BY[name], SEARCHED[name], WINDOWS[name] = named_by, searched, windows
+    NAMED_BY[name], CANDIDATES[name], EXACT_CANDIDATES[name] = named_by, candidates, exact_candidates
 
 
 def register(method: Method) -> None:

@@ -890,7 +890,7 @@ BUGS = [
     Bug(
         "an audit takes the exact conditions",
         "cspd/masked/prices.py",
-        'if own.batch[0].request.backbone == "full" else conditions',
+        'if own.batch[0].request.backbone == "full" else cached_conditions',
         "if True else conditions",
         "masked/test_budget.py",
     ),
@@ -1066,14 +1066,14 @@ BUGS = [
     ),
     Bug(
         "the slower kind of round goes on",
-        "cspd/discrete/speculative.py",
+        "cspd/discrete/fastest_draft.py",
         "return by_draft / self.tokens <= MARGIN * plain",
         "return by_draft / self.tokens >= MARGIN * plain",
         "discrete/test_family.py::test_the_faster_kind_of_round_goes_on",
     ),
     Bug(
         "a round of baseline sampling takes the place of a draft that was asked for",
-        "cspd/discrete/speculative.py",
+        "cspd/discrete/fastest_draft.py",
         "if runner.late or not all(map(_is_open, sequences)):",
         "if runner.late:",
         "discrete/test_family.py::test_rounds_of_both_kinds_sample_the_tokens_of_ar",

@@ -16,7 +16,7 @@ from cspd.causal.runner import CausalRunner, bytes_per_slot
 from cspd.continuous.denoisers import DENOISERS, of_kind
 from cspd.continuous.rows import Denoiser
 from cspd.continuous.sampling import Axis, method_of
-from cspd.continuous.tuning import SEARCHED, SEARCHED_WINDOWS, HeadTuner
+from cspd.continuous.tuning import CALIBRATED_CANDIDATES, WINDOW_CANDIDATES, HeadTuner
 from cspd.device import Precision, check_fits
 from cspd.graphs import Graphs
 from cspd.heads.samplers import FLOW, Sampler, for_users_samplers
@@ -130,11 +130,11 @@ class CausalModels:
 register_family(
     CausalModels.family,
     [AR, SPECULATIVE, CALIBRATED, DISA, EULER, HEUN],
-    searched=f"""
-        ar speculative disa {SEARCHED}
+    candidates=f"""
+        ar speculative disa {CALIBRATED_CANDIDATES}
         euler:head_calls=16 euler:head_calls=25 euler:head_calls=50 heun:head_calls=15 heun:head_calls=25
     """,
-    windows=SEARCHED_WINDOWS,
+    exact_candidates=WINDOW_CANDIDATES,
 )
 
 

@@ -24,9 +24,9 @@ from cspd.engine import Engine, OnProgress
 from cspd.evaluation.images import Subject, asking_for, in_turn
 from cspd.files import NUMBER, Place, misfit, parse_json, read_item, write_item
 from cspd.method import (
+    CANDIDATES,
+    EXACT_CANDIDATES,
     GUARANTEES,
-    SEARCHED,
-    WINDOWS,
     guarantee_of,
     option_order,
     parse_method,
@@ -585,10 +585,10 @@ def candidates(plain: Configuration, divergence: float | None) -> tuple[list[Con
     """
     usual = plain.engine.check(plain.request)
     family: Any = usual.family
-    names = SEARCHED[family].split()
+    names = CANDIDATES[family].split()
     guarantees = tuple(GUARANTEES)
     if divergence is not None:
-        names += WINDOWS[family].split()
+        names += EXACT_CANDIDATES[family].split()
         guarantees = ("exact", "approximate") if divergence else ("exact",)
         if any(name.startswith("budget") for name in names):
             names = [name for name in names if not name.startswith("budget")]

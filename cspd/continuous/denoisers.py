@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from cspd.continuous import speculate
+from cspd.continuous import joined
 from cspd.continuous.rows import ContinuousRunner, Denoiser
 from cspd.heads import calibrated, samplers, speculative  # noqa: F401 - they register their samplers
 from cspd.heads.calibrated import HEAD_CALLS, Predictor, Shortcut
@@ -126,7 +126,7 @@ OWN: dict[str, dict[str, Any]] = {
     "speculative": {
         "prepare": prepare_window,
         "advice": functools.partial(ancestral_advice, remedy=SPECULATIVE_REMEDY),
-        "run_round": speculate.run_round,
+        "run_round": joined.run_round,
     },
 }
 DENOISERS: dict[str, Denoiser] = {}  # by name, of all samplers

@@ -123,7 +123,7 @@ def full_conditions(runner: ContinuousRunner, batch: list[Sequence], rows: Rows)
 def show_costs(runner: ContinuousRunner, sequence: Sequence) -> None:
     """Writes the head calls of a running sequence's tokens to its slot, for a preview.
 
-    Only `cspd.continuous.speculate` counts them round by round. Those of tokens not yet generated mean nothing.
+    Only `cspd.continuous.joined` counts them round by round. Those of tokens not yet generated mean nothing.
     """
     if "running" in sequence.shared:
         record = sequence.shared["running"].record[sequence.slot]

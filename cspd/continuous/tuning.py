@@ -177,11 +177,11 @@ def _time_one_size(chains: Chains, z: Tensor, graphs: Graphs, compiled: bool) ->
 
 
 # candidates of `cspd tune` without prices of backbones, see `register_family`
-SEARCHED = """
+CALIBRATED_CANDIDATES = """
     calibrated:head_calls=8 calibrated:head_calls=10 calibrated:head_calls=12 calibrated:head_calls=16
     calibrated:head_calls=25
 """
-SEARCHED_WINDOWS = "speculative:window=4 speculative:window=8 speculative:window=16 speculative:window=24 "
+WINDOW_CANDIDATES = "speculative:window=4 speculative:window=8 speculative:window=16 speculative:window=24 "
 
 
 class HeadTuner(Tuner):

@@ -11,6 +11,7 @@ import torch
 
 from cspd.device import Precision, check_fits
 from cspd.discrete.drafts import DRAFTS
+from cspd.discrete.fastest_draft import SPECULATIVE
 from cspd.discrete.gpt import GPT, Eagle, GPTConfig, VQModel
 from cspd.discrete.kv_cache import bytes_per_slot
 from cspd.discrete.methods import (
@@ -29,7 +30,6 @@ from cspd.discrete.methods import (
 )
 from cspd.discrete.registry import HFConfig
 from cspd.discrete.runner import VQRunner
-from cspd.discrete.speculative import SPECULATIVE
 from cspd.discrete.text import TextEncoder
 from cspd.discrete.tuning import DraftTuner
 from cspd.discrete.zipar import ZIPAR
@@ -156,10 +156,10 @@ register_family(
     VQModels.family,
     [AR, SPECULATIVE, SD, EAGLE, EAGLE2, UNIFORM_RSD, COOL_SD, LANTERN, LANTERN_PLUS, SJD, MC_SJD, SJD_PAC, GSD, ZIPAR],
     named_by=_named_by,
-    searched="""
+    candidates="""
         speculative sd:gamma=3 sd:gamma=5 eagle eagle2
         sjd mc-sjd sjd-pac gsd
         uniform-rsd cool-sd:delta=1.1 cool-sd:delta=1.5 lantern lantern++
     """,
-    windows="sjd:window=8 sjd:window=16 sjd:window=32 sjd-pac:window=16 sjd-pac:window=32",
+    exact_candidates="sjd:window=8 sjd:window=16 sjd:window=32 sjd-pac:window=16 sjd-pac:window=32",
 )

@@ -69,7 +69,7 @@ class KVCache:
         """Zeroes slots, int64 [n]. Masked values have weight 0, but NaN times 0 would be NaN."""
         self.tensor.unflatten(2, (-1, 2)).index_fill_(2, slots, 0)
 
-    def look(
+    def view_and_mask(
         self,
         rows: Tensor | slice,
         start: Tensor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
@@ -691,8 +691,8 @@ def rule_of(request: Request, tokenizer: VQModel | None = None) -> Rule:
     if request.rule == CoolSD.name:
         settings["length"] = _num_depths(request)
     rule = RULES[request.rule](**settings)
-    if isinstance(rule, (Lantern, LanternPlus)) and tokenizer is not None:
-        rule = replace(rule, near=near_codes(tokenizer, rule.metric, rule.num_near))
+    if isinstance(rule, Pooling) and tokenizer is not None:
+        rule = replace(cast(Any, rule), near=near_codes(tokenizer, rule.metric, rule.num_near))
     return Greedy(rule) if request.temperature == 0 else rule
 
 

@@ -420,7 +420,7 @@ class VQRunner:
         start = torch.zeros_like(batch.committed_rows)
         has_positions = self.models[model].config.text_places
         position = steps(count, self.device) if has_positions else start.unsqueeze(1)
-        view, mask = self.cache(model).look(batch.rows, start, 0, True, count)
+        view, mask = self.cache(model).view_and_mask(batch.rows, start, 0, True, count)
         return self._through_layers(model, inputs, position.expand(inputs.shape[:2]), mask, view, past)
 
     # Forward passes
@@ -577,7 +577,9 @@ class VQRunner:
             first_column = self.conditions.columns(batch, start)
             max_column = most + self.config.prefix_length - 1
             cache = self.cache(model)
-            view, mask = cache.look(batch.rows, first_column, max_column, together, tokens.shape[1], seen, columns)
+            view, mask = cache.view_and_mask(
+                batch.rows, first_column, max_column, together, tokens.shape[1], seen, columns
+            )
             inputs = self._inputs_of(batch, tokens, position, model)
             layer_position = self.conditions.positions(batch, config, position)
             features = self._through_layers(model, inputs, layer_position, mask, view, past)

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from cspd.device import Precision, free_bytes, seconds_of
+from cspd.discrete.fastest_draft import DRAFTING, SPECULATIVE, Race, run_round
 from cspd.discrete.kv_cache import bytes_per_slot
 from cspd.discrete.rules import DIALS, rule_of
 from cspd.discrete.runner import VQRunner
-from cspd.discrete.speculative import DRAFTING, SPECULATIVE, Race, run_round
 from cspd.files import FileCache, content_hash, remember, user_cache
 from cspd.graphs import Graphs
 from cspd.heads.calibration import Price

@@ -476,19 +476,19 @@ def check_refreshes(refreshes: str, rounds: int) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def full_iterations(refreshes: str | None, warmup: int, refresh: int, num_iter: int) -> tuple[bool, ...]:
+def full_iterations(refreshes: str | None, warmup: int, refresh: int, num_rounds: int) -> tuple[bool, ...]:
     """Whether each iteration evaluates the full transformer, see the options."""
     if refreshes is not None:
         listed = set(number_list(refreshes))
-        return tuple(iteration in listed for iteration in range(num_iter))
-    return tuple(iteration < warmup or (iteration - warmup) % refresh == 0 for iteration in range(num_iter))
+        return tuple(iteration in listed for iteration in range(num_rounds))
+    return tuple(iteration < warmup or (iteration - warmup) % refresh == 0 for iteration in range(num_rounds))
 
 
 def _full_iterations(request: Request) -> tuple[bool, ...]:
     return full_iterations(request.refreshes, request.warmup, request.refresh, num_rounds(request))
 
 
-def kind(request: Request, iteration: int) -> str:
+def evaluation_of(request: Request, iteration: int) -> str:
     """The evaluation of an iteration, from 0: "full", "refresh" (full, and cached), or "lazy"."""
     is_full = _full_iterations(request)
     if not is_full[iteration]:
@@ -504,9 +504,9 @@ def until_refresh(request: Request, iteration: int) -> int:
 
 
 @backbone("cached", options=(REFRESH, WARMUP, RETAIN, SELECT, KEPT, REUSE_NULL, REFRESHES), prepare=prepare)
-def conditions(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
+def cached_conditions(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
     """z of the rows [G, R, D], as `MARRunner.conditions` or an approximation of it (arXiv 2503.12450)."""
-    kinds = np.array([kind(sequence.request, sequence.iteration) for sequence in batch])
+    kinds = np.array([evaluation_of(sequence.request, sequence.iteration) for sequence in batch])
     if (kinds == kinds[0]).all():
         return EVALUATIONS[kinds[0]](runner, batch, rows)
 
@@ -619,7 +619,7 @@ def _lazy_slots(runner: MARRunner, caches: Caches, most: Counts, select: str | N
     return _conditions(runner, x, positions)
 
 
-# by `kind`
+# by `evaluation_of`
 EVALUATIONS: dict[str, Callable[..., Tensor]] = {
     "full": MARRunner.conditions,
     "refresh": _refresh_batch,

@@ -12,7 +12,7 @@ import torch
 
 from cspd.continuous.denoisers import DENOISERS, of_kind
 from cspd.continuous.sampling import Axis, Point, method_of
-from cspd.continuous.tuning import SEARCHED_WINDOWS
+from cspd.continuous.tuning import WINDOW_CANDIDATES
 from cspd.device import Precision
 from cspd.graphs import Graphs
 from cspd.heads.samplers import DIFFUSION, Sampler, for_users_samplers
@@ -289,11 +289,11 @@ register_family(
     named_by=lambda request: None if request.budget is None else BUDGET.name,
     # plans by prices, in place of combinations that would be tried one by one; solvers and other numbers of iterations
     # have no price
-    searched="""
+    candidates="""
         speculative budget:budget=0.1 budget:budget=0.3 budget:budget=0.5 budget:budget=1
         ddim:head_calls=6:num_iter=8 ddim:head_calls=10:num_iter=16
     """,
-    windows=SEARCHED_WINDOWS,
+    exact_candidates=WINDOW_CANDIDATES,
 )
 
 

@@ -16,7 +16,7 @@ from cspd.heads.calibrated import Predictor, plan_of
 from cspd.heads.calibration import Trace, joined, price_of
 from cspd.heads.chain import Schedule, is_full_call
 from cspd.heads.prices import of_calls, of_conditions
-from cspd.masked.backbones import conditions
+from cspd.masked.backbones import cached_conditions
 from cspd.masked.plan import JOINED, LAZY, Prices, factors
 from cspd.masked.replay import Replay
 from cspd.masked.runner import MARRunner
@@ -92,7 +92,7 @@ def _price_lazy(
     for (row, settings), (column, anchor) in itertools.product(enumerate(LAZY), enumerate(anchors)):
         later = by_iteration[anchor + 1 :]
         if later:
-            _, *stale = (z for _, z in replay.conditions(conditions, anchor, refreshes=str(anchor), **settings))
+            _, *stale = (z for _, z in replay.conditions(cached_conditions, anchor, refreshes=str(anchor), **settings))
             prices[row, column, 1 : 1 + len(later)] = _price_conditions(
                 replay.runner, later, torch.cat(stale, dim=1), s
             )
@@ -137,7 +137,7 @@ def calls_of(steps: Several[int], null_every: int) -> dict[int, bool]:
 def conditions_of(own: Replay, iterations: Several[int]) -> Tensor:
     """z [G, R, D] that a replay's rounds have for the tokens of some iterations, iteration by iteration."""
     parts = []
-    evaluate = full_conditions if own.batch[0].request.backbone == "full" else conditions
+    evaluate = full_conditions if own.batch[0].request.backbone == "full" else cached_conditions
     for rows, z in own.conditions(evaluate):
         for iteration in np.intersect1d(rows.iteration, iterations):
             which = np.flatnonzero(rows.iteration == iteration)

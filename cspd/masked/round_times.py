@@ -16,7 +16,7 @@ from cspd.continuous.rows import full_conditions
 from cspd.device import seconds_of
 from cspd.heads.calibrated import Predictor, follow, make_segments, plan_of
 from cspd.heads.chain import Chain, Inputs, Schedule, is_full_call
-from cspd.masked.backbones import conditions
+from cspd.masked.backbones import cached_conditions
 from cspd.masked.plan import JOINED, LAZY
 from cspd.masked.replay import Replay, tokens_by_iteration
 from cspd.masked.runner import MARRunner
@@ -72,9 +72,9 @@ def _time_lazy(replay: Replay, iteration: int, settings: dict) -> float:
     """Seconds of the cached backbone one iteration after a refresh; for iteration 0, of the whole one."""
     if iteration == 0:
         return _time_full(replay, iteration)
-    next(replay.conditions(conditions, iteration - 1, refreshes=str(iteration - 1), **settings))
+    next(replay.conditions(cached_conditions, iteration - 1, refreshes=str(iteration - 1), **settings))
     rows = replay.rows(iteration)
-    return seconds_of(lambda: conditions(replay.runner, replay.batch, rows), replay.runner.device)
+    return seconds_of(lambda: cached_conditions(replay.runner, replay.batch, rows), replay.runner.device)
 
 
 def _calls(runner: MARRunner, predictor: Predictor, request: Request, size: int, null_every: int) -> Callable[[], Any]:

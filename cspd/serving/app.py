@@ -93,7 +93,7 @@ class Asked(pydantic.BaseModel):
     mask: str | None = None
 
 
-def requests_of(asked: Asked) -> list[Request]:
+def requests_of_page(asked: Asked) -> list[Request]:
     """A request for each method. Raises ValueError, TypeError or ArgumentTypeError on invalid values."""
     if asked.prompt is None and "label" not in asked.model_fields_set:
         raise ValueError(
@@ -321,7 +321,7 @@ def _add_page(app: fastapi.FastAPI, jobs: Jobs, gallery: Gallery | None) -> None
         with refusing():
             names = {model["name"]: model for model in jobs.about["models"]}
             lookup(names, asked.model, "model")
-            requests = await asyncio.to_thread(requests_of, asked)
+            requests = await asyncio.to_thread(requests_of_page, asked)
             begun = await begin(jobs, client_of(request), asked.model, requests, has_left=request.is_disconnected)
         events = _events(jobs, begun, gallery)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})

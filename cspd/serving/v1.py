@@ -24,8 +24,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from cspd.inpainting import Inpainting
 from cspd.method import parse_method
-from cspd.request import Request
-from cspd.request import requests_of as requests_with_seeds
+from cspd.request import Request, requests_of
 from cspd.serving.access import Refusal, error_body
 from cspd.serving.bodies import (
     MOST_BYTES,
@@ -209,7 +208,7 @@ def _model(jobs: Jobs, name: str | None) -> dict:
     return models[name]
 
 
-def requests_of(asked: Generation, model: dict) -> list[Request]:
+def requests_of_v1(asked: Generation, model: dict) -> list[Request]:
     """The requests for the engine. Raises ValueError, TypeError or ArgumentTypeError on invalid values."""
     method, options = (None, {}) if asked.method is None else parse_method(asked.method)
     settings = {name: typed(value) for name, value in asked.__pydantic_extra__.items() if value not in ("", None)}
@@ -221,8 +220,8 @@ def requests_of(asked: Generation, model: dict) -> list[Request]:
     seed = secrets.randbelow(SEEDS) if asked.seed in (None, "") else typed(asked.seed)
     num = asked.n or 1
     if not model["classes"]:
-        return requests_with_seeds(None, asked.prompt, seed, num, method, more)
-    return requests_with_seeds(label_of(asked.prompt), None, seed, num, method, more)
+        return requests_of(None, asked.prompt, seed, num, method, more)
+    return requests_of(label_of(asked.prompt), None, seed, num, method, more)
 
 
 def _known(asked: Edit) -> Inpainting:
@@ -249,7 +248,7 @@ async def _answer(request: fastapi.Request, jobs: Jobs, asked: Generation, kind:
     num_partial = (asked.partial_images or 0) if asked.stream else 0
     try:
         with refusing():
-            requests = await asyncio.to_thread(requests_of, asked, model)
+            requests = await asyncio.to_thread(requests_of_v1, asked, model)
             client, has_left = client_of(request), request.is_disconnected
             begun = await begin(jobs, client, model["name"], requests, num_partial > 0, has_left)
     except Refusal as refusal:

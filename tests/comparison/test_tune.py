@@ -204,8 +204,8 @@ def test_candidates_have_the_users_settings(digits):
 
 
 def few_candidates(monkeypatch):
-    monkeypatch.setitem(study.SEARCHED, "MAR", TINY)
-    monkeypatch.setitem(study.WINDOWS, "MAR", "speculative:window=2 speculative:window=3")
+    monkeypatch.setitem(study.CANDIDATES, "MAR", TINY)
+    monkeypatch.setitem(study.EXACT_CANDIDATES, "MAR", "speculative:window=2 speculative:window=3")
 
 
 def test_a_stopped_search_resumes_and_prints_the_command(tmp_path, monkeypatch, capsys):
@@ -251,7 +251,7 @@ def test_the_command_has_settings_that_are_zero(rows):
 def test_limits_that_no_candidate_meets_are_an_error_after_the_report(tmp_path, monkeypatch, capsys):
     few_candidates(monkeypatch)
     few = "ar:num_sampling_steps=2 ar:num_sampling_steps=200"  # worse; surely slower
-    monkeypatch.setitem(study.SEARCHED, "MAR", few)
+    monkeypatch.setitem(study.CANDIDATES, "MAR", few)
     assert main(["tune", *FEW, "--num", "4", "--out", str(tmp_path), "--tolerance", "fid=0%"]) == 2
     captured = capsys.readouterr()
     error = captured.err.splitlines()[-1]

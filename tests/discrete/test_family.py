@@ -19,9 +19,9 @@ import cspd
 from cspd import Engine, Request, VQModels, terminal
 from cspd.cli import main
 from cspd.cli.sample import sample_to_folder
-from cspd.discrete import speculative, tuning
+from cspd.discrete import fastest_draft, tuning
+from cspd.discrete.fastest_draft import BLOCK, EVERY, Race
 from cspd.discrete.gpt import Eagle
-from cspd.discrete.speculative import BLOCK, EVERY, Race
 from cspd.discrete.tuning import JACOBI, TREES, draft_configs, fastest, name_of, on_grid, typical_seconds
 from cspd.files import FileCache, user_cache
 from cspd.inpainting import Inpainting
@@ -325,8 +325,8 @@ def test_the_faster_kind_of_round_goes_on():
 @pytest.mark.parametrize("known", [0, 5])
 def test_rounds_of_both_kinds_sample_the_tokens_of_ar(config, known, engine, monkeypatch):
     monkeypatch.setattr(engine.runner.tuning, "_choose", lambda request, at_once: Choice(config, ""))
-    monkeypatch.setattr(speculative, "BLOCK", 1)
-    monkeypatch.setattr(speculative, "EVERY", 3)
+    monkeypatch.setattr(fastest_draft, "BLOCK", 1)
+    monkeypatch.setattr(fastest_draft, "EVERY", 3)
     monkeypatch.setattr(Race, "is_draft_faster", lambda race: False)
     requests = [Request(i % 3, i, cfg=2.0) for i in range(8)]
     if known:

@@ -14,7 +14,7 @@ from heads import BATCH, GUIDED, MIXTURE, TWELVE, UNGUIDED, Case, biased, finish
 from scipy.stats import poisson
 
 from cspd import Engine, MARModels, Request, noise
-from cspd.continuous import speculate
+from cspd.continuous import joined
 from cspd.device import Precision
 from cspd.heads import speculative, verify
 from cspd.heads.calibration import Calibration, frozen
@@ -230,7 +230,7 @@ def test_an_image_with_too_many_fallbacks_is_not_called_exact(small_mar, monkeyp
     engine = Engine(MARModels(small_mar), max_batch=2, device="cpu")
     request = Request(1, method="speculative", window=6, num_iter=2, num_sampling_steps=12)
     for allowed, guarantee in ((10**6, "exact"), (0, "heuristic")):
-        monkeypatch.setattr(speculate, "allowed_fallbacks", lambda num_steps, allowed=allowed: allowed)
+        monkeypatch.setattr(joined, "allowed_fallbacks", lambda num_steps, allowed=allowed: allowed)
         outputs = engine.generate([request.but(seed=seed) for seed in range(2)])
         assert all(output.stats.fallbacks for output in outputs)
         stats = [output.stats.to_dict() for output in outputs]

@@ -13,7 +13,15 @@ from lazy import QUICK, engine, started, toy_model  # noqa: F401 - fixtures
 from cspd import Request
 from cspd import device as cspd_device
 from cspd.masked import backbones
-from cspd.masked.backbones import Caches, _attention, bytes_per_slot, conditions, kind, planned, until_refresh
+from cspd.masked.backbones import (
+    Caches,
+    _attention,
+    bytes_per_slot,
+    cached_conditions,
+    evaluation_of,
+    planned,
+    until_refresh,
+)
 from mar.model import keys_values
 
 
@@ -37,16 +45,16 @@ def tensors_of(caches):
 def test_the_iterations_that_are_full():
     """LazyMAR's: the first five, and every ninth after them. The cache is filled only if a lazy iteration reads it."""
     request = Request(0, num_iter=64, warmup=5, refresh=9)
-    kinds = [kind(request, iteration) for iteration in range(64)]
+    kinds = [evaluation_of(request, iteration) for iteration in range(64)]
     assert [i for i, name in enumerate(kinds) if name != "lazy"] == [0, 1, 2, 3, 4, 5, 14, 23, 32, 41, 50, 59]
     assert kinds[:6] == ["full"] * 5 + ["refresh"] and kinds[14] == "refresh"
-    assert kind(request.but(num_iter=15), 14) == "full"
+    assert evaluation_of(request.but(num_iter=15), 14) == "full"
 
 
 def test_listed_iterations_are_full(model):
     """They take the place of warm-up and interval: the same list gives the same image."""
     request = Request(0, num_iter=9, refreshes="0-2,5,8")
-    kinds = [kind(request, iteration) for iteration in range(9)]
+    kinds = [evaluation_of(request, iteration) for iteration in range(9)]
     assert kinds == ["full", "full", "refresh", "lazy", "lazy", "refresh", "lazy", "lazy", "full"]
     assert [until_refresh(request, iteration) for iteration in (0, 2, 5, 8)] == [1, 3, 3, 1]
     by_interval = Request(3, seed=5, **QUICK).but(num_iter=9)
@@ -111,9 +119,9 @@ def test_refreshes_are_full_and_lazy_ones_near(cfg, reuse_null, model):
         for step in range(8):
             batch = everyone[: step + 1]
             rows = runner.next_rows(batch)
-            kinds = [kind(sequence.request, sequence.iteration) for sequence in batch]
+            kinds = [evaluation_of(sequence.request, sequence.iteration) for sequence in batch]
             kinds_together.add(len(set(kinds)))
-            z, full = conditions(runner, batch, rows), runner.conditions(batch, rows)
+            z, full = cached_conditions(runner, batch, rows), runner.conditions(batch, rows)
             assert z.shape == full.shape and z.dtype == torch.float32
             for row, name in enumerate(np.repeat(kinds, rows.counts)):
                 error = relative_error(z[:, row], full[:, row])
@@ -138,12 +146,12 @@ def test_the_distance_of_the_unconditional_branch_is_reused(model):
             model(runner.tokens.repeat(2, 1, 1), runner.order.repeat(2, 1), [0] * 4, embedding)
             conditional, unconditional = hidden.pop()[:, runner.config.buffer_size :].chunk(2)
             expected = unconditional - conditional
-            advance(runner, batch, rows, conditions(runner, batch, rows))
+            advance(runner, batch, rows, cached_conditions(runner, batch, rows))
             hidden.clear()
             for _ in range(3):
                 rows = runner.next_rows(batch)
-                assert {kind(sequence.request, sequence.iteration) for sequence in batch} == {"lazy"}
-                z = conditions(runner, batch, rows)
+                assert {evaluation_of(sequence.request, sequence.iteration) for sequence in batch} == {"lazy"}
+                z = cached_conditions(runner, batch, rows)
                 conditional, unconditional = hidden.pop()[:, rows.sequence, rows.offset]
                 assert relative_error(unconditional - conditional, expected[rows.sequence, rows.position]) < 1e-4
                 advance(runner, batch, rows, z)
@@ -160,7 +168,7 @@ def test_each_branch_has_its_own_caches(model):
     runs = [started(each, [Request(i, seed=i, **(QUICK | own)) for i in range(2)]) for each, own in cases]
     with torch.inference_mode():
         for _ in range(8):
-            both, reused, alone, null = (conditions(*run, run[0].next_rows(run[1])) for run in runs)
+            both, reused, alone, null = (cached_conditions(*run, run[0].next_rows(run[1])) for run in runs)
             assert relative_error(both, torch.cat([alone, null])) < 1e-4
             assert relative_error(reused[:1], alone) < 1e-4
             for runner, batch in runs:
@@ -213,7 +221,7 @@ def test_nothing_is_left_of_an_earlier_sequence(model):
         with torch.inference_mode():
             for _ in range(12):
                 rows = runner.next_rows(batch)
-                advance(runner, batch, rows, conditions(runner, batch, rows))
+                advance(runner, batch, rows, cached_conditions(runner, batch, rows))
         outcomes.append(runner.tokens)
     assert torch.equal(*outcomes)
 

@@ -20,7 +20,7 @@ from cspd.heads.prices import of_conditions
 from cspd.masked import budget
 from cspd.masked import prices as masked_prices
 from cspd.masked.audit import audit_images, drawn_iterations
-from cspd.masked.backbones import BACKBONES, conditions
+from cspd.masked.backbones import BACKBONES, cached_conditions
 from cspd.masked.budget import Planner, planned
 from cspd.masked.orders import timetable
 from cspd.masked.plan import (
@@ -96,7 +96,7 @@ def test_prices_are_those_of_single_replays(single, model):
     replay, chains, anchors, s = single
     prices, _ = _price_lazy(replay, chains, anchors, s)
     anchor = anchors[1]
-    _, *stale = replay.conditions(conditions, anchor, refreshes=str(anchor), **LAZY[1])
+    _, *stale = replay.conditions(cached_conditions, anchor, refreshes=str(anchor), **LAZY[1])
     for k, (_, z) in enumerate(stale, anchor + 1):
         nats = of_conditions(model.head, chains[k], z, s, FP32)
         assert prices[1, 1, k - anchor] == pytest.approx(nats.mean().item(), rel=1e-3)
@@ -113,7 +113,7 @@ def test_what_is_measured_can_be_kept(measured):
 def test_full_evaluations_cost_nothing(measured, model):
     replay, _ = measured
     with torch.inference_mode():
-        every = list(replay.conditions(conditions, 0, refreshes=listed(range(K))))
+        every = list(replay.conditions(cached_conditions, 0, refreshes=listed(range(K))))
         for chains, (_, z) in zip(replay.chains(range(K)), every):
             assert of_conditions(model.head, chains, z, model.head.schedule(T), FP32).max() < 1e-4
 
