@@ -986,6 +986,13 @@ BUGS = [
         "heads/test_calibration.py::test_columns_of_an_array_are_read_as_they_were_written",
     ),
     Bug(
+        "labels of a plot are written over each other",
+        "cspd/plots.py",
+        "        taken.append(box)\n",
+        "",
+        "comparison/test_report.py::test_labels_and_legend_hide_nothing",
+    ),
+    Bug(
         "the page leaves out the price that is predicted",
         "cspd/serving/loop.py",
         '    "divergence": ("predicted, nats per token", ".3g"),\n',
