@@ -30,7 +30,7 @@ from cspd.method import ModelRunner, Prepared, choose, models_for
 from cspd.models import Models, placed, save_models
 from cspd.option import LARGEST_INTEGER, check_integer, plain
 from cspd.request import Label, Output, Request, RoundStats, Sequence, Stopwatch, is_several, requests_of
-from cspd.terminal import progress_bar, shortened
+from cspd.terminal import progress_bar, say, shortened
 from mar.checkpoint import lookup
 
 # From finished sequences to outputs: a GPU decodes images while the next rounds run.
@@ -690,12 +690,14 @@ class Engine:
     def _dropping(self, models: Collection[str], errors: list[Exception]) -> Iterator[None]:
         """An error inside the block drops all requests to these models, whose state is undefined then.
 
-        It is added to `errors`. An interruption drops everything, and is raised.
+        It is added to `errors`, and said aloud if all these requests were cancelled. An interruption drops everything,
+        and is raised.
         """
         try:
             yield
         except Exception as error:
-            self._drop(error, models)
+            if not self._drop(error, models):
+                say(f"a round of {' and '.join(models)} failed after its requests were cancelled: {error!r}")
             errors.append(error)
         except BaseException as error:
             self._drop(error, self.runners)
@@ -757,16 +759,18 @@ class Engine:
             if sequence not in self.scheduler:
                 self._cancelled.remove(sequence)
 
-    def _drop(self, why: BaseException, models: Collection[str]) -> None:
-        """Drops all requests to these models and reports the reason to everybody who waits for them."""
+    def _drop(self, why: BaseException, models: Collection[str]) -> bool:
+        """Drops all requests to these models and reports the reason to everybody who waits for them.
+
+        Returns whether anybody does.
+        """
         self.scheduler.drop(models)
         self._finisher.drop(models)
         for sequence in list(self._cancelled):
             if sequence.model in models:
                 self._cancelled.discard(sequence)
-        for sequence in list(self._unfinished.values()):
-            if sequence.model in models:
-                self._deliver(sequence, why)
+        told = [self._deliver(each, why) for each in list(self._unfinished.values()) if each.model in models]
+        return any(told)
 
     @torch.inference_mode()
     def so_far(self, sequences: Iterable[Sequence]) -> dict[Sequence, Output]:

@@ -196,11 +196,18 @@ def method_now(name: Any) -> Any:
 
 # Settings of earlier versions, each with the only value that is left: what happens now.
 REMOVED = {"verification": "steps"}
+# Settings that a family took in earlier versions, though they mean nothing to it: the family, and the name.
+IGNORED = (("causal", "first_timestep"),)
 
 
 def without_removed(settings: Mapping[str, Any]) -> dict[str, Any]:
     """A request's settings from a file, without those that ask for nothing: None, or what is left of a removed one."""
-    return {name: value for name, value in settings.items() if value not in (None, REMOVED.get(name))}
+    kept = {}
+    for name, value in settings.items():
+        asks_for_nothing = value in (None, REMOVED.get(name)) or (settings.get("family"), name) in IGNORED
+        if not asks_for_nothing:
+            kept[name] = value
+    return kept
 
 
 def plain(value: object) -> Any:

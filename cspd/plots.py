@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
-from matplotlib.text import Annotation
+from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 from matplotlib.typing import ColorType
 from PIL import Image, ImageDraw, ImageFont
@@ -284,8 +285,12 @@ MARKS = {"exact": "o", "approximate": "D", "bounded": "s", "heuristic": "^"}  # 
 SIZE = (5.2, 4.0)  # inches: readable on a phone, which shows it at half the size
 RESOLUTION = 200  # dots per inch
 SMALL = 8.5  # points of the smallest letters
-# positions of a point's label, in points from it; the first free one is taken
-PLACES = [(across, up) for up in (7, -7, 19, -19, 31, -31) for across in (7, -7)] + [(7, 0)]
+MANY = 12  # points that fit this size: with more it grows
+LETTERS = 28  # in a line of a label, about
+NEAR = 8  # points around a point that no label covers
+STEP = 3  # points between two places that a label may have
+APART = 12  # points from which on a line joins a label with its point
+COLUMNS = 5  # of a legend, at most
 
 
 class PlotPoint(NamedTuple):
@@ -325,7 +330,11 @@ def speed_quality(panels: Sequence[Panel], image_format: str = "png") -> list[by
         The content of a file for each panel.
     """
     colours = _colours(point.line for panel in panels for point in panel.points)
-    return [_plotted(panel, colours, image_format) for panel in panels]
+    most = max((len(panel.points) for panel in panels), default=0)
+    scale = max(1, math.sqrt(most / MANY))
+    width, height = SIZE
+    size = scale * width, scale * height
+    return [_plotted(panel, colours, size, image_format) for panel in panels]
 
 
 def _colours(names: Iterable[str]) -> dict[str, ColorType]:
@@ -334,15 +343,15 @@ def _colours(names: Iterable[str]) -> dict[str, ColorType]:
     return {name: palette[i % len(palette)] for i, name in enumerate(dict.fromkeys(names))}
 
 
-def _plotted(panel: Panel, colours: Mapping[str, ColorType], image_format: str) -> bytes:
-    figure = Figure(figsize=SIZE, dpi=RESOLUTION, layout="constrained")
+def _plotted(panel: Panel, colours: Mapping[str, ColorType], size: tuple[float, float], image_format: str) -> bytes:
+    figure = Figure(figsize=size, dpi=RESOLUTION, layout="constrained")
     FigureCanvasAgg(figure)  # measures texts
     axes = figure.subplots()
     lines = _draw_lines(axes, panel.points, colours)
     for point in panel.points:
         _draw_point(axes, point, colours[point.line])
     axes.axvline(1, color="lightgrey", zorder=0)  # baseline sampling's speed
-    axes.set(xlabel=panel.speed, ylabel=panel.quality)
+    axes.set(xlabel=panel.speed, ylabel=textwrap.fill(panel.quality, LETTERS))
     axes.margins(0.15)
     if panel.quality.startswith("FID"):
         axes.invert_yaxis()
@@ -350,9 +359,7 @@ def _plotted(panel: Panel, colours: Mapping[str, ColorType], image_format: str) 
         _, top = axes.get_ylim()
         axes.set_ylim(top=min(1.03, top))
     axes.spines[["top", "right"]].set_visible(False)
-    legend = _legend(panel.points, lines)
-    if legend:
-        axes.legend(legend.values(), legend.keys(), fontsize=SMALL)
+    _add_legend(figure, _legend(panel.points, lines))
     figure.canvas.draw()  # decides where the points are, which labels must not cover
     _label_points(axes, panel.points, colours)
     content = io.BytesIO()
@@ -404,12 +411,23 @@ def _bar(value: float, interval: Sequence[float] | None) -> list[list[float]]:
     return [[below], [above]]
 
 
+def _is_alone(point: PlotPoint, points: Sequence[PlotPoint]) -> bool:
+    """Whether no other point is on its line, so that its label names the line."""
+    return all(other.line != point.line for other in points if other is not point)
+
+
+def _name(point: PlotPoint, points: Sequence[PlotPoint]) -> str:
+    """What a point's label says: with the name of its line if it is alone on it."""
+    if not _is_alone(point, points) or point.label == point.line:
+        return point.label
+    return ":".join(filter(None, [point.line, point.label]))
+
+
 def _legend(points: Sequence[PlotPoint], lines: Mapping[str, Artist]) -> dict[str, Artist]:
     """The lines that no point's label names, and the marks if there are several."""
-    # a point that is alone on its line has the line's name as its label
     entries: dict[str, Artist] = {}
     for point in points:
-        if point.label != point.line:
+        if not _is_alone(point, points):
             entries[point.line] = lines[point.line]
     guarantees = {point.guarantee for point in points}
     if len(guarantees) == 1:
@@ -420,40 +438,76 @@ def _legend(points: Sequence[PlotPoint], lines: Mapping[str, Artist]) -> dict[st
     return entries
 
 
+def _add_legend(figure: Figure, entries: Mapping[str, Artist]) -> None:
+    """Adds a legend below the axes, where it hides no point, in as many columns as fit."""
+    for columns in range(min(COLUMNS, len(entries)), 0, -1):
+        legend = figure.legend(
+            entries.values(), entries.keys(), loc="outside lower center", ncols=columns, fontsize=SMALL, frameon=False
+        )
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
+
+
 def _label_points(axes: Axes, points: Sequence[PlotPoint], colours: Mapping[str, ColorType]) -> None:
-    """Writes each point's label at the first position between the axes where it covers nothing."""
-    # boxes in pixels: the points, the legend, and the labels that are written
-    frame = axes.get_window_extent()
-    taken = []
-    for point in points:
-        x, y = axes.transData.transform((point.speed, point.quality))
-        taken.append(Bbox.from_bounds(x - 8, y - 8, 16, 16))
-    legend = axes.get_legend()
-    if legend is not None:
-        taken.append(legend.get_window_extent())
-    for point in points:
-        for offset in PLACES:
-            label = _label(axes, point, offset, colours[point.line])
-            box = label.get_window_extent()
-            is_inside = frame.x0 <= box.x0 and box.x1 <= frame.x1
-            is_free = is_inside and not any(box.overlaps(other) for other in taken)
-            if is_free or offset == PLACES[-1]:
-                taken.append(box)
-                break
-            label.remove()
+    """Writes each point's label between the axes at the nearest place where it covers no point and no other label."""
+    pixels = RESOLUTION / 72  # in a point
+    centres = [axes.transData.transform((point.speed, point.quality)) for point in points]
+    taken = [Bbox.from_bounds(x, y, 0, 0).padded(NEAR * pixels) for x, y in centres]
+    labels = [_label(axes, point, _name(point, points), colours[point.line]) for point in points]
+    # the largest are placed first, since they have the fewest places
+    boxes = [Text.get_window_extent(label).padded(pixels) for label in labels]  # without the lines to their points
+    for i in sorted(range(len(points)), key=lambda i: -boxes[i].width * boxes[i].height):
+        box, distance = _nearest_place(axes.get_window_extent(), boxes[i], centres[i], taken, STEP * pixels)
+        taken.append(box)
+        labels[i].xyann = tuple((box.p0 - centres[i]) / pixels + 1)
+        joins = labels[i].arrow_patch
+        if joins is not None:
+            joins.set_visible(distance > APART * pixels and labels[i].get_text() != "")
 
 
-def _label(axes: Axes, point: PlotPoint, offset: tuple[int, int], colour: ColorType) -> Annotation:
-    """Writes a point's label at an offset from it."""
+def _nearest_place(
+    frame: Bbox, box: Bbox, centre: np.ndarray, taken: Sequence[Bbox], step: float
+) -> tuple[Bbox, float]:
+    """The place in a frame for a box that covers least of the boxes that are taken, and then is nearest to a centre.
+
+    Lengths are in pixels. Returns the moved box, and its distance from the centre.
+    """
+    lefts = np.arange(frame.x0, max(frame.x1 - box.width, frame.x0 + 1), step)
+    bottoms = np.arange(frame.y0, max(frame.y1 - box.height, frame.y0 + 1), step)
+    left, bottom = (places.ravel() for places in np.meshgrid(lefts, bottoms))
+    right, top = left + box.width, bottom + box.height
+    covered = np.zeros_like(left)
+    for other in taken:
+        width = np.minimum(right, other.x1) - np.maximum(left, other.x0)
+        height = np.minimum(top, other.y1) - np.maximum(bottom, other.y0)
+        covered += np.maximum(width, 0) * np.maximum(height, 0)
+    x, y = centre
+    distance = np.hypot(np.maximum(0, np.maximum(left - x, x - right)), np.maximum(0, np.maximum(bottom - y, y - top)))
+    # of places at one distance, a label best begins at its point
+    to_begin = np.hypot(left - x, (bottom + top) / 2 - y)
+    best = np.lexsort((distance + to_begin / 10, covered))[0]
+    return Bbox.from_bounds(left[best], bottom[best], box.width, box.height), float(distance[best])
+
+
+def _label(axes: Axes, point: PlotPoint, name: str, colour: ColorType) -> Annotation:
+    """Writes a point's label, in several lines if it is long, with its lower left corner at the point."""
+    lines = [""]
+    for part in re.split("(?<=:)", name):
+        if lines[-1] and len(lines[-1]) + len(part) > LETTERS:
+            lines.append("")
+        lines[-1] += part
     label = axes.annotate(
-        point.label,
+        "\n".join(textwrap.fill(line, LETTERS) for line in lines),
         (point.speed, point.quality),
-        xytext=offset,
+        xytext=(0, 0),
         textcoords="offset points",
         color=colour,
         fontsize=SMALL,
-        ha="left" if offset[0] > 0 else "right",
-        va="center",
+        linespacing=1,
+        ha="left",
+        va="bottom",
+        arrowprops={"arrowstyle": "-", "color": colour, "alpha": 0.6, "lw": 0.6},
         # readable over lines and bars
         path_effects=[withStroke(linewidth=2, foreground="white")],
     )

@@ -13,8 +13,9 @@ SHARE = option("fraction of the steps with guidance, the noisiest first", high=1
 @sampler("early-guidance")
 def early_guidance(chain, guided_share: Annotated[float, SHARE] = 0.5):
     """Guidance in the noisiest steps only."""
+    calls = [(step, step.index < round(guided_share * len(chain))) for step in chain.steps]
+    chain.expect(calls)  # announced, so that all that does not depend on x is computed once
     x = chain.start()
-    for step in chain.steps:
-        out = chain.evaluate(x, step, guided=step.index < round(guided_share * len(chain)))
-        x = chain.move(x, step, out)
+    for step, is_guided in calls:
+        x = chain.move(x, step, chain.evaluate(x, step, is_guided))
     return x

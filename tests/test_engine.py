@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import itertools
 import multiprocessing
@@ -629,6 +630,23 @@ def test_a_request_whose_image_is_being_decoded_is_cancelled(models, monkeypatch
     outputs = engine.generate(requests)
     assert [output.request.seed for output in outputs] == [0, 2] and engine.step().keys() == set(tickets[:2])
     assert sum(cancelled) == 2  # each once, in the round that decoded it
+
+
+def test_an_error_that_no_request_is_left_for_is_said(models, monkeypatch, capsys):
+    """Both requests are cancelled in the round that fails; an error that somebody gets is not said as well."""
+    engine = Engine(models, max_batch=2, device="cpu")
+
+    def fail(rows):
+        if is_cancelled:
+            assert engine.cancel(tickets.pop()) and engine.cancel(tickets.pop())
+        raise ZeroDivisionError("of the round")
+
+    monkeypatch.setattr(engine.runner, "next_rows", fail)
+    for is_cancelled in (False, True):
+        tickets = [engine.add_request(request) for request in requests_of(0, 2)]
+        with contextlib.nullcontext() if is_cancelled else pytest.raises(ZeroDivisionError):
+            engine.step()
+        assert ("ZeroDivisionError('of the round')" in capsys.readouterr().err) == is_cancelled
 
 
 @pytest.mark.parametrize("settings", [SHARED, SPECULATIVE], ids=["ar", "speculative"])

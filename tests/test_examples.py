@@ -90,6 +90,21 @@ def test_the_denoiser_needs_no_engine(added):
     assert torch.equal(own(case.chain(5, 1), guided_share=1.0), case.ancestral(5, 1))
 
 
+def test_the_denoiser_computes_each_modulation_once(added, monkeypatch):
+    """Those of 12 calls with two branches and of 18 with one."""
+    added("own_denoiser")
+    chain, computed = Case(LINEAR, GUIDED, 30, 2.0).chain(5, 1), []
+    modulations = chain.head.modulations
+
+    def counted(t_embed, c_embed):
+        computed.append(len(t_embed))
+        return modulations(t_embed, c_embed)
+
+    monkeypatch.setattr(chain.head, "modulations", counted)
+    SAMPLERS["early-guidance"].function(chain, guided_share=0.4)
+    assert sum(computed) == 30 + 12
+
+
 def test_the_denoiser_is_a_method_of_both_kinds_of_heads(added):
     added("own_denoiser")
     families = {each.family for each in method.METHODS if each.name == "early-guidance"}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -102,3 +104,16 @@ def test_docs_have_the_tables_of_methods_and_options():
 
 def test_the_table_of_planted_bugs_fits_the_package():
     assert planted_bugs.stale(planted_bugs.BUGS) == []
+
+
+def test_the_order_of_imports_does_not_depend_on_folders_of_runs(tmp_path):
+    """`cspd serve` writes pictures/ beside the code: it is not what scripts import by this name."""
+    for folder in ("pictures", "cspd"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "file.png").touch()
+    imports = "from pictures import Data\nfrom torch import Tensor\n\nfrom cspd import load\n"
+    (tmp_path / "script.py").write_text(imports)
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select", "I", "script.py"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout

@@ -20,7 +20,7 @@ from cspd.continuous.tuning import CALIBRATED_CANDIDATES, WINDOW_CANDIDATES, Hea
 from cspd.device import Precision, check_fits
 from cspd.graphs import Graphs
 from cspd.heads.samplers import FLOW, Sampler, for_users_samplers
-from cspd.method import as_it_is, register, register_family
+from cspd.method import register, register_family
 from cspd.models import NO_NAMES, ClassNames
 
 PAPERS = {
@@ -30,13 +30,12 @@ PAPERS = {
 
 
 def _of_flow(denoiser: Denoiser) -> Denoiser:
-    """As a choice here: no first step of a chain overshoots, so that short chains need no advice."""
-    return replace(denoiser, advice=lambda request: None)
+    """As a choice here: all chains begin at t = 0, and no first step overshoots, so that short ones need no advice."""
+    options = tuple(option for option in denoiser.options if option.name != "first_timestep")
+    return replace(denoiser, options=options, advice=lambda request: None)
 
 
 DRAWN_BY = {name: _of_flow(denoiser) for name, denoiser in of_kind(FLOW).items()}
-# MAR's chains may begin at a later timestep than the first; here there is no such choice
-DRAWN_BY["ancestral"] = replace(DRAWN_BY["ancestral"], options=(), prepare=as_it_is)
 AXES = {"denoiser": Axis(DRAWN_BY, "how a token is drawn from its condition")}
 sampling = functools.partial(method_of, CausalRunner.family, AXES, {"denoiser": "ancestral"}, free=())
 

@@ -165,7 +165,7 @@ class DiffHead(nn.Module):
         return self.net.cond_embed(z)
 
     def schedule(self, num_steps: int, first_timestep: int | None = None) -> EulerMaruyama:
-        """The chain of `num_steps` noisy steps and the last one."""
+        """The chain of `num_steps` noisy steps and the last one; it begins at t = 0, whatever `first_timestep` is."""
         return head_chain(num_steps, self.binary)
 
     def modulations(self, t_embed: Tensor, c_embed: Tensor) -> list[Tensor]:

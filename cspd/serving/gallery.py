@@ -14,6 +14,7 @@ from pathlib import Path
 from PIL import Image
 
 from cspd.files import inside, write_bytes
+from cspd.option import without_removed
 from cspd.pixels import PNG_TEXT
 from cspd.serving.loop import exact, public
 from cspd.terminal import say
@@ -88,7 +89,7 @@ def _settings(path: Path) -> dict | None:
             models = {
                 name: public(each) if isinstance(each, str) else each for name, each in settings["models"].items()
             }
-            request = {name: exact(value) for name, value in settings["request"].items()}
+            request = {name: exact(value) for name, value in without_removed(settings["request"]).items()}
     except Exception:  # no PNG, or one of others: a damaged image makes its reader raise almost anything
         return None
     return {"models": models, "settings": request}

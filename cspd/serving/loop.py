@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -126,6 +126,7 @@ def numbers(output: Output, share: float) -> list[tuple[str, str]]:
 MINUTE = 60.0  # seconds over which images per second are counted
 LONGEST = 60  # seconds that a client is asked to wait; OpenAI's client does not wait longer
 GUESS = 10.0  # seconds of an image, before any is finished
+CLOSING = "the server is shutting down: try again in a moment"
 
 
 class Full(Exception):
@@ -142,6 +143,9 @@ class Full(Exception):
 
 class Closing(Exception):
     """The server is shutting down and takes no new requests."""
+
+    def __init__(self) -> None:
+        super().__init__(CLOSING)
 
 
 class Left(Exception):
@@ -222,7 +226,7 @@ class Jobs:
                 alone are too many.
         """
         if self.is_closing:
-            raise Closing("the server is shutting down: try again in a moment")
+            raise Closing
         limit = min(self.most, self.most_each)
         if len(requests) > limit:
             raise ValueError(f"{len(requests)} images are more than the limit, {limit} of one client: ask for fewer")
@@ -356,6 +360,7 @@ class EngineLoop(Jobs):
         self._results: Results = SimpleQueue()
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_open = True
+        self._has_ended = False  # the thread makes no more calls
         self._next_report = 0.0
         self._thread = threading.Thread(target=self._run, name="rounds", daemon=True)
 
@@ -368,12 +373,10 @@ class EngineLoop(Jobs):
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Ends the thread after the current round; unfinished jobs get an error.
-
-        A signal handler may call it.
-        """
+        """Ends the thread after the current round; unfinished jobs get an error. A signal handler may call it."""
         super().close()
-        self._calls.put(self._close)
+        self._is_open = False
+        self._calls.put(lambda: None)  # wakes the thread
 
     def drain(self) -> None:
         """Ends the thread once all jobs are finished. New ones are refused. A signal handler may call it."""
@@ -388,6 +391,8 @@ class EngineLoop(Jobs):
     def _begin(self, jobs: list[Job]) -> Future:
         advice: Future = Future()
         self._calls.put(lambda: self._start(jobs, advice))
+        if self._has_ended:
+            self._make_calls()
         return advice
 
     def leave(self, jobs: Collection[Job]) -> None:
@@ -402,13 +407,25 @@ class EngineLoop(Jobs):
         return len(scheduler) - len(scheduler.waiting)
 
     def _run(self) -> None:
-        while self._is_open and not (self.is_closing and not self.jobs):
-            if not self._started or not self._calls.empty():
-                call = self._calls.get()  # waits if nothing runs
-                call()
-                continue
-            self._round()
-            self._report()
+        try:
+            while self._is_open and not (self.is_closing and not self.jobs):
+                if not self._started or not self._calls.empty():
+                    call = self._calls.get()  # waits if nothing runs
+                    call()
+                    continue
+                self._round()
+                self._report()
+        finally:  # also after a bug of ours: nobody waits in vain
+            self._is_open, self.is_closing = False, True
+            self._cancel(self._started.values(), CLOSING)
+            self._has_ended = True
+            self._make_calls()
+
+    def _make_calls(self) -> None:
+        """Makes the calls that are left when the thread has ended, which refuse requests. Any thread may be here."""
+        with contextlib.suppress(Empty):
+            while True:
+                self._calls.get_nowait()()
 
     def _start(self, jobs: Sequence[Job], advice: Future) -> None:
         if not advice.set_running_or_notify_cancel():  # the client has left
@@ -416,6 +433,7 @@ class EngineLoop(Jobs):
             return
         # all are prepared before the first one is queued; preparing may take long, since it may fit a calibration
         try:
+            self._watch(jobs, begins=False)
             with watching(functools.partial(self._watch, jobs)):
                 prepared = [self.engine.prepare(job.request, model=job.model) for job in jobs]
             for job, each in zip(jobs, prepared):
@@ -429,7 +447,9 @@ class EngineLoop(Jobs):
         advice.set_result([each.method.advice(each.request) for each in prepared])
 
     def _watch(self, jobs: Sequence[Job], begins: bool) -> None:
-        """Raises an error if a calibration for jobs may not begin, or is not wanted any more."""
+        """Raises an error if a calibration for jobs may not begin, or if the jobs need not go on."""
+        if not self._is_open:
+            raise Closing
         if begins and self.calibrated_only:
             raise ValueError(
                 "these settings are not calibrated, and this server makes no calibrations: take method=ar, or run"
@@ -466,7 +486,15 @@ class EngineLoop(Jobs):
             elif result.error:
                 self._end(job, {"error": result.error})
             else:
-                self._end(job, shown(result, 1.0) | {"finished": True})
+                self._end(job, self._last_event(job, result))
+
+    def _last_event(self, job: Job, output: Output) -> dict:
+        """The last event of a job with an image. If it cannot be shown, the other jobs go on."""
+        try:
+            return shown(output, 1.0) | {"finished": True}
+        except Exception as error:  # for example, out of memory
+            say(f"an image of {job.model} cannot be shown: {error!r}")
+            return {"error": f"the image cannot be shown: {error}"}
 
     def _report(self) -> None:
         """Reports the progress of running images, at most every `PERIOD` seconds."""
@@ -480,11 +508,12 @@ class EngineLoop(Jobs):
         for model in self.engine.runners:
             try:
                 outputs = self.engine.so_far([each for each in watched if each.model == model])
+                events = {each: shown(output, each.fraction_done) for each, output in outputs.items()}
             except Exception as error:  # for example, out of memory for previews
                 self._fail(model, error)
                 continue
-            for sequence, output in outputs.items():
-                watched[sequence].tell(shown(output, sequence.fraction_done))
+            for sequence, event in events.items():
+                watched[sequence].tell(event)
         now = time.monotonic()
         # a slow decoder reports less often, so that it does not slow down the rounds
         self._next_report = now + max(PERIOD, (now - began) / SHARE)
@@ -495,7 +524,3 @@ class EngineLoop(Jobs):
         jobs = [job for job in self._started.values() if job.model == model]
         why = f"the model failed: {error}: try again; if memory is short, serve with a smaller --max-batch"
         self._cancel(jobs, why)
-
-    def _close(self) -> None:
-        self._is_open = False
-        self._cancel(self._started.values(), "the server is shutting down")

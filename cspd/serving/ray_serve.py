@@ -22,7 +22,7 @@ from cspd.request import Request
 from cspd.serving.access import show_log
 from cspd.serving.app import about, app_of
 from cspd.serving.bodies import begin, events_of, is_last
-from cspd.serving.loop import EngineLoop, Job, Jobs, public_names
+from cspd.serving.loop import Closing, EngineLoop, Job, Jobs, public_names
 from cspd.terminal import API_KEY, host_names
 
 TRIES = 3  # replicas that may die with one request: the request itself may be what kills them
@@ -112,6 +112,12 @@ class Replicas(Jobs):
         """Waits for the first replica."""
         self.about = self._handle.about.remote().result()
 
+    def close(self) -> None:
+        """Ends soon: unfinished jobs get an error."""
+        super().close()
+        for task in self._tasks.values():
+            task.cancel()
+
     def _begin(self, jobs: list[Job]) -> Future:
         loop = asyncio.get_running_loop()
         advice = [loop.create_future() for _ in jobs]
@@ -136,16 +142,21 @@ class Replicas(Jobs):
 
     async def _follow(self, job: Job, advice: asyncio.Future) -> None:
         """Passes the events of a job on, from another replica if one dies."""
+        why: object = "it ended without an image"
         try:
-            for num_tries in range(1, TRIES + 1):
+            for _ in range(TRIES):
                 try:
                     await self._try(job, advice)
                     return
                 except RayError as error:
-                    if num_tries == TRIES:
-                        self._fail(job, advice, RuntimeError(f"the engine failed: {error}"))
+                    why = error
+        except Exception as error:  # Ray Serve's own, for example while no replica can be had
+            why = error
         finally:
             del self._tasks[job]
+            if job in self.jobs:  # it is neither finished nor refused, and its client has not left
+                failed = RuntimeError(f"the engine failed: {why}")
+                self._fail(job, advice, Closing() if self.is_closing else failed)
 
     async def _try(self, job: Job, advice: asyncio.Future) -> None:
         generate = self._handle.generate.options(stream=True)
@@ -175,6 +186,7 @@ class Replicas(Jobs):
         if advice.done():
             self._end(job, {"error": str(error)})
         else:
+            self._end(job)
             advice.set_exception(error)
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from causals import STEPS, CausalGolden, named
 from PIL import Image
-from serving import finished, link_of, pixels, served
+from serving import finished, link_of, message_of, pixels, served
 
 import cspd
 from cspd.causal.family import CausalModels
 from cspd.cli import main
 from cspd.comparison.study import Configuration, candidates
+from cspd.evaluation.run import MANIFEST, run_in
+from cspd.files import write_bytes, write_json
+from cspd.method import method_names
 from cspd.models import save_models
+from cspd.pixels import PNG_TEXT, png_of, png_text
 from cspd.request import Request
+from cspd.serving.gallery import Gallery
 
 
 @pytest.fixture
@@ -36,6 +42,40 @@ def test_sample_from_a_folder(method, folder, tmp_path):
     (image,) = [path for path in out.glob("*.png") if path.name != "grid.png"]
     side = CausalGolden("sphere").model.config.img_size
     assert Image.open(image).size == (side, side)
+
+
+@pytest.mark.parametrize("method", method_names(["causal"]))
+def test_a_first_timestep_is_refused(method, folder, tmp_path, capsys):
+    """These models' chains have none: all begin at t = 0."""
+    given = ["--checkpoint", str(folder), "--method", method, "--labels", "3", "--device", "cpu"]
+    assert main(["sample", *given, "--first-timestep", "500", "--out", str(tmp_path / "out")]) == 2
+    assert "first_timestep=500" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    with cspd.load(folder, device="cpu") as engine, pytest.raises(ValueError, match="first_timestep=500"):
+        engine.check(Request(3, method=method, first_timestep=500))
+
+
+def test_files_of_earlier_versions_with_a_first_timestep(folder, tmp_path, capsys):
+    """It is left out without a word: a picture is generated again, a run is read, and the gallery does not show it."""
+    given = ["--checkpoint", str(folder), "--method", "disa", "--upper", "6", "--lower", "3", "--device", "cpu"]
+    assert main(["sample", *given, "--labels", "3", "--seed", "7", "--out", str(tmp_path / "a")]) == 0
+    made = tmp_path / "a" / "00000_label3_seed7.png"
+    earlier = tmp_path / "earlier.png"
+    with Image.open(made) as image:
+        settings = json.loads(image.text[PNG_TEXT])
+        write_bytes(earlier, png_of(image, png_text(settings["request"] | {"first_timestep": 950}, settings["models"])))
+    capsys.readouterr()
+    assert main(["sample", "--like", str(earlier), "--device", "cpu", "--out", str(tmp_path / "b")]) == 0
+    assert "first" not in capsys.readouterr().err
+    assert (tmp_path / "b" / made.name).read_bytes() == made.read_bytes()
+    (shown,) = Gallery(tmp_path).newest(2)
+    assert shown["file"] == earlier.name and "first_timestep" not in shown["settings"]
+
+    run = tmp_path / "run"
+    assert main(["sample", *given, "--labels", "3", "--num", "2", "--shard", "0/1", "--out", str(run)]) == 0
+    expected = run_in(run).requests([0, 1])
+    manifest = json.loads((run / MANIFEST).read_text())
+    write_json(run / MANIFEST, manifest | {"request": manifest["request"] | {"first_timestep": 950}})
+    assert run_in(run).requests([0, 1]) == expected
 
 
 @pytest.mark.parametrize("part, code", [(["--mask", "lower.png"], 0), (["--keep", "0.5"], 2)])
@@ -59,6 +99,8 @@ def test_served_images_and_edits(folder):
     mask.paste(255, (0, side // 2, side, side))
     given = {"model": "causal", "label": "3", "settings": {"num_sampling_steps": 4}}
     with served({"causal": engine}, most=4, most_each=4) as site:
+        refused = site.make(**given, methods=["disa:first_timestep=500"])
+        assert refused.status == 400 and "first_timestep" in message_of(refused)
         (whole,) = finished(site.make(**given))
         (edited,) = finished(site.make(**given, picture=link_of(image), mask=link_of(mask)))
     settings = {"num_sampling_steps": 4, "method": "ar"}

@@ -136,6 +136,14 @@ def test_disa_shortens_the_chains_of_later_tokens(engine, golden):
     assert output.token_cost.tolist() == [5 + (last - token) * 6 // last for token in range(last + 1)]
 
 
+def test_chains_of_one_length_are_ars(engine):
+    """To the last bit, and the unconditional branch's own first token too."""
+    for settings in (RAGGED[0], RAGGED[3]):
+        (plain,) = engine.generate([request_of(settings, method="ar")])
+        (annealed,) = engine.generate([request_of(settings, method="disa", upper=STEPS, lower=STEPS)])
+        assert torch.equal(plain.tokens, annealed.tokens)
+
+
 def test_bfloat16_changes_the_first_tokens_little(engine, golden):
     """Later ones depend on earlier ones, and random weights amplify the difference."""
     half = Engine(CausalModels(golden.model), max_batch=2, device="cpu", precision="bf16")

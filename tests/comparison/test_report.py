@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import csv
 import io
+import itertools
 import json
 import re
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
 from reports import Page, full_report  # noqa: F401 - fixtures
 
@@ -206,7 +208,9 @@ def plotted(monkeypatch):
 
     def plot(*panels):
         pictures = speed_quality([Panel(*panel) for panel in panels])
-        assert {Image.open(io.BytesIO(png)).size for png in pictures} == {tuple(RESOLUTION * side for side in SIZE)}
+        most = max(len(points) for _, _, points in panels)
+        size = [int(RESOLUTION * side * max(1, most / 12) ** 0.5) for side in SIZE]
+        assert {Image.open(io.BytesIO(png)).size for png in pictures} == {tuple(size)}
         return [figure.axes[0] for figure in drawn[-len(panels) :]]
 
     monkeypatch.setattr(Figure, "savefig", watched)
@@ -218,7 +222,7 @@ def test_the_mark_of_a_point_is_its_guarantee(plotted):
     (axes,) = plotted(("speed-up", "share", points))
     marked = {line.get_xdata()[0]: line.get_marker() for line in axes.lines if line.get_marker() in MARKS.values()}
     assert marked == {point.speed: MARKS[point.guarantee] for point in points} and len(set(marked.values())) == 4
-    legend = axes.get_legend()
+    (legend,) = axes.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["exact", "approximate", "bounded", "heuristic"]
 
 
@@ -226,11 +230,53 @@ def test_a_method_without_a_point_in_a_panel_leaves_it_as_it_is(plotted):
     here, there = PlotPoint("here", 2.0, 0.5, "ar"), PlotPoint("there", 4.0, 0.75, "cool-sd")
     left, right = plotted(("speed-up", "share", [here]), ("tokens per forward pass", "share", [there]))
     for axes, point in ((left, here), (right, there)):
-        assert [text.get_text() for text in axes.get_legend().get_texts()] == [point.line]
+        assert not axes.figure.legends
+        assert [text.get_text() for text in axes.texts] == [f"{point.line}:{point.label}"]
         (line,) = [line for line in axes.lines if not line.get_label().startswith("_")]
         assert (line.get_label(), *line.get_xydata().tolist()) == (point.line, [point.speed, point.quality])
         low, high = axes.get_ylim()
         assert low > 0 and high < 1 and axes.get_xlim()[0] > 0
+
+
+def test_the_legend_has_the_lines_of_several_points(plotted):
+    sweep = [PlotPoint(f"gamma={gamma}", 1.0 + gamma, 0.5, "cspd") for gamma in (1, 2)]
+    (axes,) = plotted(("speed-up", "share", [*sweep, PlotPoint("k=10", 1.0, 0.5, "lantern")]))
+    (legend,) = axes.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["cspd"]
+    assert [text.get_text() for text in axes.texts] == ["gamma=1", "gamma=2", "lantern:k=10"]
+
+
+LINES = ["ar", "calibrated:head_calls=25", "speculative:window=16:draft=calibrated", "dpm-solver++:grid=planned", "gtr"]
+
+
+def scattered(num: int) -> list[PlotPoint]:
+    """Points with long names, in the corners and between them; the first two are nearly equal."""
+    random = np.random.default_rng(0)
+    places = [(2.4, 0.931), (2.41, 0.93), (0.9, 0.6), (7.0, 1.0), *random.uniform((0.9, 0.6), (7.0, 1.0), (num - 4, 2))]
+    points = []
+    for i, (speed, quality) in enumerate(places):
+        line = LINES[i % len(LINES)]
+        if i % 2:  # alone on a line of its own
+            line += f":cfg={i}"
+        bars = (0.9 * speed, 1.1 * speed), (quality - 0.02, quality + 0.02)
+        points.append(PlotPoint(f"num_iter={i}", speed, quality, line, *bars, list(MARKS)[i % len(MARKS)]))
+    return points
+
+
+@pytest.mark.parametrize("num", [4, 12, 25])
+def test_labels_and_legend_hide_nothing(num, plotted):
+    """Every text is in the picture; no label covers another one or a point; the legend covers nothing."""
+    points = scattered(num)
+    (axes,) = plotted(("speed-up over ar", "FID of 50000 images (digits), lower is better", points))
+    (legend,) = axes.figure.legends
+    labels = [Text.get_window_extent(label) for label in axes.texts]
+    texts = [*labels, legend.get_window_extent(), axes.xaxis.label.get_window_extent()]
+    for box in [*texts, axes.yaxis.label.get_window_extent()]:
+        corners = [*box.p0, *box.p1]
+        assert all(np.greater_equal(corners, 0)) and all(np.less_equal(corners[2:], axes.figure.bbox.size))
+    assert len(labels) == num and not any(a.overlaps(b) for a, b in itertools.combinations(texts, 2))
+    centres = axes.transData.transform([(point.speed, point.quality) for point in points])
+    assert not any(box.contains(*centre) for box in texts for centre in centres)
 
 
 # ---- Grids: the size of images and captions in them, and colours that everybody can distinguish

@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from launching import free_port, start, wait_until
-from serving import events, finished, served
+from serving import events, finished, message_of, served
 
-from cspd.serving import bodies, connections
+from cspd.serving import bodies, connections, loop
 
 LIMIT = 5.0  # seconds that any client may have to wait; most waits are milliseconds
 QUICK = {"num_iter": 1, "num_sampling_steps": 2, "first_timestep": 950, "cfg": 1}
@@ -210,6 +210,58 @@ def test_a_calibration_that_nobody_waits_for_ends(path, site, monkeypatch):
         assert site.loop.jobs
     wait_until(lambda: not site.loop.jobs, LIMIT)
     assert "finished" in finished(site.make("bea", settings=QUICK))[0]
+
+
+def posted(site, path, client, wanted):
+    """The answer to a request, as it is sent by a thread."""
+    answer = site.ask(path, json.dumps(wanted), client)
+    return answer.status, message_of(answer)
+
+
+def test_clients_that_wait_for_a_server_that_closes(engines):
+    """One waits for a calibration of minutes, and two behind it: all are told at once, and so is who comes later."""
+    quick = {"model": "mar", "label": 3, "methods": ["ar"], "settings": QUICK}
+    asked = [("/api/images", quick), ("/v1/images/generations", {"model": "mar", "prompt": "3", "method": "ar"})]
+    with served(engines) as site, ThreadPoolExecutor(3) as threads:
+        waiting = [threads.submit(posted, site, "/api/images", "ann", UNFITTED["/api/images"])]
+        wait_until(lambda: site.loop.jobs and site.loop._calls.empty(), LIMIT)
+        waiting += [threads.submit(posted, site, path, "bea", wanted) for path, wanted in asked]
+        wait_until(lambda: len(site.loop.jobs) == 3, LIMIT)
+        site.loop.close()
+        answers = [answer.result(LIMIT) for answer in waiting]
+        answers.append(posted(site, "/api/images", "eve", quick))
+        assert answers == [(503, loop.CLOSING)] * 4
+        assert not site.loop.jobs
+
+
+def test_a_request_that_comes_as_the_thread_ends(engines):
+    """It was let in before the server began to close."""
+    with served(engines) as site:
+        assert site.ask("/health").status == 200
+        site.loop.close()
+        site.loop.join()
+        site.loop.is_closing = False
+        assert posted(site, "/api/images", "ann", DIGITS | {"model": "mar", "settings": QUICK}) == (503, loop.CLOSING)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_thread_that_has_failed(engines, monkeypatch):
+    """One image is running, and one request comes later."""
+    with served(engines) as site:
+        running = events(site.make(settings=QUICK | {"num_iter": 32, "num_sampling_steps": 100}))
+        assert next(running)
+        monkeypatch.setattr(site.engine, "run_round", lambda: [][0])
+        *_, last = running
+        assert last["error"] == loop.CLOSING
+        assert site.make("bea", settings=QUICK).status == site.ask("/health").status == 503
+
+
+def test_an_image_that_cannot_be_shown_is_its_own_error(site, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "png_text", lambda *given: [][0])
+        (event,) = finished(site.make(settings=QUICK))
+    assert "cannot be shown" in event["error"] and "IndexError" in capsys.readouterr().err
+    assert "finished" in finished(site.make(settings=QUICK))[0]
 
 
 @pytest.fixture(scope="module")

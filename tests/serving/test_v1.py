@@ -391,6 +391,7 @@ def test_a_bug_is_answered_and_logged(site, caplog, monkeypatch):
     with caplog.at_level(logging.INFO, "cspd.serving"), monkeypatch.context() as patch:
         patch.setattr(site.loop, "status", lambda: 1 / 0)
         answer = site.ask("/api/status", Authorization=f"Bearer {KEY}", **{"X-Request-ID": "mine"})
+        wait_until(lambda: caplog.messages)  # the client has its answer first
     assert answer.status == 500 and answer.headers["x-request-id"] == "mine"
     (entry,) = map(json.loads, caplog.messages)
     assert entry["request_id"] == "mine" and "ZeroDivisionError" in entry["error"] and entry["status"] == 500
