@@ -77,6 +77,7 @@ from cspd.evaluation.run import (
     EXPLODED,
     MANIFEST,
     RECORD,
+    Job,
     Shards,
     finish,
     finish_part,
@@ -364,23 +365,21 @@ def run_evaluate(args: argparse.Namespace) -> None:
 
     with if_stopped(progress), shards_store(args.out) as store:
         args.device = own_device(args.device)
-        engine, request, subjects, settings, how = _prepare(args, prompts)
+        job, how = _prepare(args, prompts)
         summary: Any
         held: Store | None
         if args.ray:
-            shards, summary = on_ray(args, functools.partial(_divided, prompts=prompts), args.num)
+            shards, summary = on_ray(args, functools.partial(_job, prompts=prompts), args.num)
             held = finish(shards)
         else:
-            shards, summary = sample_shards(
-                engine, request, subjects, args.num, store, settings, part, overwrite=args.overwrite
-            )
+            shards, summary = sample_shards(job, args.num, store, part, overwrite=args.overwrite)
             store.release()
             held = finish_part(shards, part) if summary else None
             if held is None:
                 print(f"{progress()}; the part that writes the last of them measures them all")
                 return
         with held:
-            about = _about_sampling(args, engine, shards.manifest, summary) | shards.largest_tokens()
+            about = _about_sampling(args, job.engine, shards.manifest, summary) | shards.largest_tokens()
             _report(args, shards, shards.subjects(), how, about, groups)
 
 
@@ -452,26 +451,24 @@ def _earlier_sampling(path: Place, settings: dict) -> dict | None:
     return report["sampling"]
 
 
-def _prepare(args: argparse.Namespace, prompts: list[str] | None) -> tuple[Engine, Request, list[Subject], dict, dict]:
-    """Everything that can fail before the first image: engine, request, subjects, settings, and how to measure."""
+def _prepare(args: argparse.Namespace, prompts: list[str] | None) -> tuple[Job, dict]:
+    """Everything that can fail before the first image: what is sampled, and how to measure it."""
     check_method(args)
     _check_extras(args, prompts is not None)
-    engine, request, subjects, settings = _divided(args, prompts)
-    if engine.device.index is not None:
-        torch.cuda.set_device(engine.device)
-    size = engine.runner.image_size, engine.runner.image_size
+    job = _job(args, prompts)
+    device, side = job.engine.device, job.engine.runner.image_size
+    if device.index is not None:
+        torch.cuda.set_device(device)
     target: Any = checkpoint_files(args.checkpoint)["target"]
-    how = _how_to_measure(args, size, engine.device, are_texts(subjects), space_of(target))
-    return engine, request, subjects, settings, how
+    return job, _how_to_measure(args, (side, side), device, are_texts(job.subjects), space_of(target))
 
 
-def _divided(args: argparse.Namespace, prompts: list[str] | None) -> tuple[Engine, Request, list[Subject], dict]:
-    """The engine, the request that all images share, their classes or prompts, and whatever else they depend on."""
+def _job(args: argparse.Namespace, prompts: list[str] | None) -> Job:
     engine = load_engine(args, args.max_batch)
     subjects: list[Any] = prompts or class_numbers(args.labels, engine)
     blank = request_of(args, None, args.seed, negative_prompt=args.negative_prompt)
     request = asking_for(blank, subjects[0])  # text-to-image models refuse a class
-    return engine, request, subjects, run_settings(args, engine.check(request))
+    return Job(engine, request, subjects, run_settings(args, engine.check(request)))
 
 
 def _check_extras(args: argparse.Namespace, of_texts: bool) -> None:

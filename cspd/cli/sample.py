@@ -29,9 +29,10 @@ from cspd.checkpoints import check_of_one, checkpoint_files, run_settings
 from cspd.cli.options import all_classes, asked_prompts, bundled_here, check_method, load_engine, on_ray, request_of
 from cspd.device import Load, crowded
 from cspd.engine import Engine
-from cspd.evaluation.images import GRID, HEATMAP, LIST, OVERVIEWS, RECORD, Subject, file_name, subject_of
+from cspd.evaluation.images import GRID, HEATMAP, LIST, OVERVIEWS, RECORD, file_name, subject_of
 from cspd.evaluation.run import (
     AUDITED,
+    Job,
     Part,
     Shards,
     audit,
@@ -366,19 +367,17 @@ def _sample_shards(args: argparse.Namespace, asked: Sequence[dict], part: Part) 
         return f"{Shards(args.out, num).num_written()} of {num} images are in {args.out}/"
 
     with if_stopped(progress), shards_store(args.out) as store:
-        divided = functools.partial(_divided, asked=asked)
+        job_of = functools.partial(_job, asked=asked)
         summary: Any
         held: Store | None
         if args.ray:
-            shards, summary = on_ray(args, divided, num)
+            shards, summary = on_ray(args, job_of, num)
             held = finish(shards)
         else:
             args.device = own_device(args.device)
-            engine, request, subjects, settings = divided(args)
-            num = num or len(subjects)
-            shards, summary = sample_shards(
-                engine, request, subjects, num, store, settings, part, overwrite=args.overwrite
-            )
+            job = job_of(args)
+            num = num or len(job.subjects)
+            shards, summary = sample_shards(job, num, store, part, overwrite=args.overwrite)
             store.release()
             held = finish_part(shards, part) if summary else None
             if held is None:
@@ -388,12 +387,11 @@ def _sample_shards(args: argparse.Namespace, asked: Sequence[dict], part: Part) 
             _tell_shards(shards, summary)
 
 
-def _divided(args: argparse.Namespace, asked: Sequence[dict]) -> tuple[Engine, Request, list[Subject], dict]:
-    """The engine, the request that all images share, their classes or prompts, and whatever else they depend on."""
+def _job(args: argparse.Namespace, asked: Sequence[dict]) -> Job:
     engine = _engine_for(args, asked)
     requests = [request_of(args, seed=args.seed, **each) for each in asked or _all_classes(args, engine)]
     subjects = [subject_of(engine.check(request)) for request in requests]
-    return engine, requests[0], subjects, run_settings(args, engine.check(requests[0]))
+    return Job(engine, requests[0], subjects, run_settings(args, engine.check(requests[0])))
 
 
 def _tell_shards(shards: Shards, summary: dict) -> None:

@@ -7,7 +7,7 @@ import types
 from collections import defaultdict
 from collections.abc import Hashable, MutableMapping
 from collections.abc import Sequence as Several
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -67,6 +67,14 @@ def check_memory(target: MAR, max_batch: int, tokens: int, device: torch.device,
     what = f" at {tokens} tokens in an iteration"
     fix = "use a larger num_iter, a smaller model or another device"
     check_fits(bytes_per_slot(target, tokens), max_batch, what, fix, device, copied_bytes)
+
+
+class Inputs(NamedTuple):
+    """Sequences as the transformer's inputs, see `MAR.forward`."""
+
+    tokens: Tensor
+    order: Tensor
+    class_embedding: Tensor
 
 
 class MARRunner:
@@ -344,15 +352,15 @@ class MARRunner:
             z = backbone(tokens, order, committed, embedding, positions, padded).float()
         return z.unflatten(0, (num_branches, len(slots)))
 
-    def inputs(self, model: str, slots: Tensor, num_branches: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(tokens, order, class embedding) of slots [B], repeated for each branch, the unconditional branch second."""
+    def inputs(self, model: str, slots: Tensor, num_branches: int) -> Inputs:
+        """The inputs of slots [B], repeated for each branch, the unconditional branch second."""
         embedding = self.classes[model][self.label[slots]]
         if num_branches == 2:
             unconditional = self.models[model].fake_latent.expand_as(embedding)
             embedding = torch.cat([embedding, unconditional])
         tokens = self.tokens[slots].repeat(num_branches, 1, 1)
         order = self.order[slots].repeat(num_branches, 1)
-        return tokens, order, embedding
+        return Inputs(tokens, order, embedding)
 
     def num_masked(self, request: Request) -> np.ndarray:
         """The number of masked tokens after each iteration of a resolved request, int64 [num_iter]."""
