@@ -17,7 +17,7 @@ import numpy as np
 
 from cspd.checkpoints import load, run_settings
 from cspd.evaluation.images import subject_of
-from cspd.evaluation.run import SIZE, Job, Shards, finish, generate, plan, shards_store
+from cspd.evaluation.run import SIZE, Shards, Task, finish, generate, plan, shards_store
 from cspd.files import Place, place_of
 from cspd.request import Request
 from cspd.runs import locked
@@ -99,7 +99,7 @@ def sample(
         return shards
 
 
-def _prepared(requests: Sequence[Request], checkpoint: str, models: dict, max_batch: int) -> Job:
+def _prepared(requests: Sequence[Request], checkpoint: str, models: dict, max_batch: int) -> Task:
     engine = load(checkpoint, max_batch=min(max_batch, len(requests)), **models)
     first = engine.check(requests[0])
     subjects = [subject_of(engine.check(request)) for request in requests]
@@ -113,11 +113,11 @@ def _prepared(requests: Sequence[Request], checkpoint: str, models: dict, max_ba
         compile=models["compiled"],
         graphs=models["graphs"],
     )
-    return Job(engine, requests[0], subjects, run_settings(asked, first))
+    return Task(engine, requests[0], subjects, run_settings(asked, first))
 
 
 def make(
-    prepare: Callable[[], Job],
+    prepare: Callable[[], Task],
     num: int,
     out: Place,
     workers: Workers,
@@ -153,7 +153,7 @@ def make(
 
 
 def dataset(
-    prepare: Callable[[], Job],
+    prepare: Callable[[], Task],
     num: int,
     out: Place | None,
     workers: Workers,
@@ -220,18 +220,18 @@ def gpus_of_an_engine() -> int:
 
 
 def _planned(
-    prepare: Callable[[], Job], num: int, out: Place | None, seeds: Sequence[int] | None, overwrite: bool
+    prepare: Callable[[], Task], num: int, out: Place | None, seeds: Sequence[int] | None, overwrite: bool
 ) -> Shards:
-    job = prepare()
+    task = prepare()
     with contextlib.ExitStack() as held:
         store = held.enter_context(shards_store(out)) if out else None
-        return plan(job, num, store, seeds=seeds, overwrite=overwrite, shared=not overwrite)
+        return plan(task, num, store, seeds=seeds, overwrite=overwrite, shared=not overwrite)
 
 
 class _Worker:
     """An engine on a machine of the cluster. Ray calls it with the numbers of shards."""
 
-    def __init__(self, prepare: Callable[[], Job], shards: Shards, workers: int, to_files: bool) -> None:
+    def __init__(self, prepare: Callable[[], Task], shards: Shards, workers: int, to_files: bool) -> None:
         self.engine = prepare().engine
         self.shards = shards
         self.to_files = to_files

@@ -356,7 +356,7 @@ AUDITED = 100  # images for each one whose tokens are audited, if the method has
 RARELY = 30  # seconds between looks at an object store; a folder is looked at every second
 
 
-class Job(NamedTuple):
+class Task(NamedTuple):
     """What a run samples.
 
     Attributes:
@@ -372,11 +372,11 @@ class Job(NamedTuple):
 
 
 def sample_shards(
-    job: Job, num: int, store: Store, part: Part = WHOLE, *, overwrite: bool = False
+    task: Task, num: int, store: Store, part: Part = WHOLE, *, overwrite: bool = False
 ) -> tuple[Shards, dict | None]:
     """Samples the images of a part of a run that its folder lacks; returns all shards and a summary.
 
-    Image i of `num` has the seed job.request.seed + i, whatever the number of parts.
+    Image i of `num` has the seed task.request.seed + i, whatever the number of parts.
 
     Args:
         store: the folder, see `shards_store`. A whole run holds it until the store's `with` block ends.
@@ -393,31 +393,31 @@ def sample_shards(
         raise ValueError("--overwrite would remove images of other parts: remove the folder, or give another --out")
     shared = part.count > 1
     try:
-        shards = plan(job, num, store, overwrite=overwrite, shared=shared)
+        shards = plan(task, num, store, overwrite=overwrite, shared=shared)
     except InUse:
         shards = Shards(store.folder, num)
         if not shared or shards.num_written() < num:
             raise
         return shards, None
-    missing = shards.missing(job.engine.runner.image_size, range(part.index, shards.count, part.count))
+    missing = shards.missing(task.engine.runner.image_size, range(part.index, shards.count, part.count))
     if shared:
         # no other part writes these
         store.remove_temporary({shards.name(shard) for shard in missing})
     existing = shards.num_written()
     start = time.perf_counter()
     with _Progress(shards, len(missing) > 0) as bar:
-        audited = generate(job.engine, shards, missing, shards.write, bar)
+        audited = generate(task.engine, shards, missing, shards.write, bar)
     seconds = time.perf_counter() - start
     written = shards.num_written()
     if written < num:
         return shards, None
     summary = summary_of(list(shards.stats()), written - existing, seconds)
     num_made = sum(len(shards.indices(shard)) for shard in missing)
-    return shards, summary | audit(job.engine, audited, num_made) | {"processes": part.count}
+    return shards, summary | audit(task.engine, audited, num_made) | {"processes": part.count}
 
 
 def plan(
-    job: Job,
+    task: Task,
     num: int,
     store: Store | None,
     *,
@@ -427,10 +427,10 @@ def plan(
 ) -> Shards:
     """Claims the folder and writes the manifest, or takes the one of an earlier run or, if `shared`, another process.
 
-    Without a store the shards have a manifest, and no folder. `seeds`: of the images, in place of job.request.seed + i.
+    Without a store the shards have a manifest, and no folder. `seeds`: of the images, if they are not consecutive.
     Other arguments and errors as in `sample_shards`.
     """
-    engine, request, subjects, settings = job
+    engine, request, subjects, settings = task
     for subject in dict.fromkeys(subjects):
         engine.check(asking_for(request, subject))
     largest = max(seeds) if seeds else request.seed + num - 1

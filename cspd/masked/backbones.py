@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from cspd.continuous.rows import Conditions, Rows, full_conditions
 from cspd.device import check_fits, send_integers
 from cspd.masked.orders import num_rounds, timetable
-from cspd.masked.runner import Inputs, MARRunner
+from cspd.masked.runner import MARRunner, ModelInputs
 from cspd.method import Part
 from cspd.option import Option
 from cspd.request import Request, Sequence
@@ -116,7 +116,7 @@ def refresh(
     model: MAR,
     cache: Cache,
     slots: Tensor,
-    inputs: Inputs,
+    inputs: ModelInputs,
     num_known: Several[int] | Tensor,
     positions: Tensor,
     padded: int | None = None,
@@ -174,7 +174,7 @@ def lazy(
     model: MAR,
     cache: Cache,
     slots: Tensor,
-    inputs: Inputs,
+    inputs: ModelInputs,
     counts: Several[Several[int]] | Tensor,
     most: Counts | None = None,
     select: str | None = None,
@@ -199,7 +199,7 @@ def lazy(
     return _decode_selected(model, cache, slots, inputs.order, num, most, new_entries, select)
 
 
-def _encode_new(model: MAR, cache: Cache, slots: Tensor, inputs: Inputs, num: Counts, most: Counts) -> Tensor:
+def _encode_new(model: MAR, cache: Cache, slots: Tensor, inputs: ModelInputs, num: Counts, most: Counts) -> Tensor:
     """Encodes buffer and new tokens over all committed ones; returns the new tokens' entries [B, M] in the decoder."""
     tokens, order, class_embedding = inputs
     buffer = model.config.buffer_size

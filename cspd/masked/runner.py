@@ -69,7 +69,7 @@ def check_memory(target: MAR, max_batch: int, tokens: int, device: torch.device,
     check_fits(bytes_per_slot(target, tokens), max_batch, what, fix, device, copied_bytes)
 
 
-class Inputs(NamedTuple):
+class ModelInputs(NamedTuple):
     """Sequences as the transformer's inputs, see `MAR.forward`."""
 
     tokens: Tensor
@@ -347,7 +347,7 @@ class MARRunner:
             z = backbone(tokens, order, committed, embedding, positions, padded).float()
         return z.unflatten(0, (num_branches, len(slots)))
 
-    def inputs(self, model: str, slots: Tensor, num_branches: int) -> Inputs:
+    def inputs(self, model: str, slots: Tensor, num_branches: int) -> ModelInputs:
         """The inputs of slots [B], repeated for each branch, the unconditional branch second."""
         embedding = self.classes[model][self.label[slots]]
         if num_branches == 2:
@@ -355,7 +355,7 @@ class MARRunner:
             embedding = torch.cat([embedding, unconditional])
         tokens = self.tokens[slots].repeat(num_branches, 1, 1)
         order = self.order[slots].repeat(num_branches, 1)
-        return Inputs(tokens, order, embedding)
+        return ModelInputs(tokens, order, embedding)
 
     def num_masked(self, request: Request) -> np.ndarray:
         """The number of masked tokens after each iteration of a resolved request, int64 [num_iter]."""

@@ -9,7 +9,7 @@ from golden_files import official_shapes
 from toys import toy_mar
 
 from cspd.masked.backbones import SELECTING, Cache, cache_bytes, lazy, refresh, selecting_layer
-from cspd.masked.runner import Inputs
+from cspd.masked.runner import ModelInputs
 from mar import checkpoint
 from mar import model as mar_model
 from mar.model import MAR, MARConfig
@@ -154,7 +154,7 @@ def inputs(model):
     """Tokens, orders and class embeddings of three sequences."""
     g = torch.Generator().manual_seed(3)
     order = torch.rand(3, LENGTH, generator=g).argsort(1)
-    return Inputs(torch.randn(3, LENGTH, 3, generator=g), order, model.class_emb(torch.tensor([0, 1, 3])))
+    return ModelInputs(torch.randn(3, LENGTH, 3, generator=g), order, model.class_emb(torch.tensor([0, 1, 3])))
 
 
 def empty(model: MAR) -> Cache:
@@ -277,7 +277,7 @@ def test_a_cached_sequence_does_not_depend_on_its_batch(model, inputs):
 
     def run(which: list[int]) -> tuple[torch.Tensor, Cache]:
         cache, slots = empty(model), torch.tensor(which)
-        own = Inputs(*(each[which] for each in inputs))
+        own = ModelInputs(*(each[which] for each in inputs))
         refresh(model, cache, slots, own, [committed[i] for i in which], own.order[:, :1])
         return lazy(model, cache, slots, own, [counts[i] for i in which])[0], cache
 
