@@ -418,19 +418,8 @@ def load(
     given = {name: path_of(path, name) for name, path in named.items() if path is not None}
     models: list[Models] = []
     origins = []
-    own: MARModels | VQModels | CausalModels
     for checkpoint in checkpoints:
-        files = checkpoint_files(checkpoint)
-        target = files["target"]
-        assert target is not None  # or `checkpoint_files` would have raised an error
-        if is_hf(target):
-            unfit = {"arch (--arch)": arch, "text_encoder (--text-encoder)": text_encoder}
-            _check_hf(checkpoint, unfit | {"compiled (--compile)": compiled or None})
-            drafter = given.get("eagle", files["eagle"])
-            own = hf_models(target, given.get("draft"), drafter, given.get("vae"), device, precision, max_batch)
-        else:
-            own = _official_models(checkpoint, files, given, arch, pick_device(device))
-        models.append(own)
+        models.append(_models_of(checkpoint, given, arch, max_batch, device, precision, compiled))
         origin = {"checkpoint": checkpoint, "arch": arch, **given}
         origins.append({name: str(value) for name, value in origin.items() if value is not None})
     engine = Engine(
@@ -447,6 +436,27 @@ def load(
         load, *checkpoints, names=names, arch=arch, vae=vae, draft=draft, eagle=eagle, text_encoder=text_encoder
     )
     return engine
+
+
+def _models_of(
+    checkpoint: str | Path,
+    given: Mapping[str, Path],
+    arch: str | None,
+    max_batch: int,
+    device: str | torch.device,
+    precision: str,
+    compiled: bool,
+) -> Models:
+    """The models of one checkpoint, with the files `given`; other arguments as in `load`."""
+    files = checkpoint_files(checkpoint)
+    target = files["target"]
+    assert target is not None  # or `checkpoint_files` would have raised an error
+    if not is_hf(target):
+        return _official_models(checkpoint, files, given, arch, pick_device(device))
+    unfit = {"arch (--arch)": arch, "text_encoder (--text-encoder)": given.get("text_encoder")}
+    _check_hf(checkpoint, unfit | {"compiled (--compile)": compiled or None})
+    drafter = given.get("eagle", files["eagle"])
+    return hf_models(target, given.get("draft"), drafter, given.get("vae"), device, precision, max_batch)
 
 
 def _check_hf(checkpoint: str | Path, given: Mapping[str, object]) -> None:

@@ -381,7 +381,7 @@ class Engine:
         self.runners: dict[str, ModelRunner] = {}
         for name, each in zip(names, self._models):
             own = Graphs(self.device, graphs)  # one key may mean other functions in other models
-            self.runners[name] = each.runner(max_batch, self.device, self.precision, **how, graphs=own)
+            self.runners[name] = each.runner(max_batch, self.precision, **how, graphs=own)
         self.graphs = self.runners[names[0]].graphs
         self._classes = {name: each.classes for name, each in zip(names, self._models)}
         self.origins: Mapping[str, Mapping[str, str]] = {}
@@ -430,7 +430,7 @@ class Engine:
         precision = self.precision  # the object, not its name: it has the copies of weights
         engine = Engine(*self._models, max_batch=max_batch, device=self.device, precision=precision, **self._settings)
         for name, runner in self.runners.items():
-            engine.runners[name].adopt(runner)
+            engine.runners[name].tuning = runner.tuning
         engine.origins, engine.loaded = self.origins, self.loaded
         return engine
 

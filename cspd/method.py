@@ -324,9 +324,6 @@ class ModelRunner(Protocol):
         Raises ValueError.
         """
 
-    def adopt(self, other: Any) -> None:
-        """Takes over the measurements of another model runner of the same models."""
-
     def admit(self, sequences: list[Sequence]) -> None:
         """Prepares the slots of newly admitted sequences."""
 

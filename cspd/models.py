@@ -113,7 +113,6 @@ class Models(Protocol):
     def runner(
         self,
         num_slots: int,
-        device: torch.device,
         precision: Precision,
         noise: types.ModuleType,
         *,

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cspd.checkpoints import load, run_settings
-from cspd.engine import Engine
-from cspd.evaluation.images import Subject, subject_of
-from cspd.evaluation.run import SIZE, Shards, finish, generate, plan, shards_store
+from cspd.evaluation.images import subject_of
+from cspd.evaluation.run import SIZE, Shards, Task, finish, generate, plan, shards_store
 from cspd.files import Place, place_of
 from cspd.request import Request
 from cspd.runs import locked
@@ -34,7 +33,6 @@ except ModuleNotFoundError as missing:
 
 BATCHES = 4  # full batches of an engine in one call: its slots run empty at the end of each
 BAR = "{l_bar}{bar}| {n}/{total} images [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-Divided = tuple[Engine, Request, list[Subject], dict]  # the engine, and arguments of `cspd.evaluation.run.plan`
 MODELS = {"vae": None, "draft": None, "eagle": None, "text_encoder": None, "arch": None}
 COMPUTING = {"device": "auto", "precision": "fp32", "compiled": False, "graphs": None}
 
@@ -101,7 +99,7 @@ def sample(
         return shards
 
 
-def _prepared(requests: Sequence[Request], checkpoint: str, models: dict, max_batch: int) -> Divided:
+def _prepared(requests: Sequence[Request], checkpoint: str, models: dict, max_batch: int) -> Task:
     engine = load(checkpoint, max_batch=min(max_batch, len(requests)), **models)
     first = engine.check(requests[0])
     subjects = [subject_of(engine.check(request)) for request in requests]
@@ -115,11 +113,11 @@ def _prepared(requests: Sequence[Request], checkpoint: str, models: dict, max_ba
         compile=models["compiled"],
         graphs=models["graphs"],
     )
-    return engine, requests[0], subjects, run_settings(asked, first)
+    return Task(engine, requests[0], subjects, run_settings(asked, first))
 
 
 def make(
-    prepare: Callable[[], Divided],
+    prepare: Callable[[], Task],
     num: int,
     out: Place,
     workers: Workers,
@@ -155,7 +153,7 @@ def make(
 
 
 def dataset(
-    prepare: Callable[[], Divided],
+    prepare: Callable[[], Task],
     num: int,
     out: Place | None,
     workers: Workers,
@@ -222,21 +220,19 @@ def gpus_of_an_engine() -> int:
 
 
 def _planned(
-    prepare: Callable[[], Divided], num: int, out: Place | None, seeds: Sequence[int] | None, overwrite: bool
+    prepare: Callable[[], Task], num: int, out: Place | None, seeds: Sequence[int] | None, overwrite: bool
 ) -> Shards:
-    engine, request, subjects, settings = prepare()
+    task = prepare()
     with contextlib.ExitStack() as held:
         store = held.enter_context(shards_store(out)) if out else None
-        return plan(
-            engine, request, subjects, num, store, settings, seeds=seeds, overwrite=overwrite, shared=not overwrite
-        )
+        return plan(task, num, store, seeds=seeds, overwrite=overwrite, shared=not overwrite)
 
 
 class _Worker:
     """An engine on a machine of the cluster. Ray calls it with the numbers of shards."""
 
-    def __init__(self, prepare: Callable[[], Divided], shards: Shards, workers: int, to_files: bool) -> None:
-        self.engine, *_ = prepare()
+    def __init__(self, prepare: Callable[[], Task], shards: Shards, workers: int, to_files: bool) -> None:
+        self.engine = prepare().engine
         self.shards = shards
         self.to_files = to_files
         self.about = {

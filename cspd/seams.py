@@ -666,7 +666,7 @@ class Accelerated:
     def _seconds(self, branches: int, num_steps: int, rows: int, window: int, calls: Any) -> float:
         if branches not in self._times:
             device = next(self.seam.module.parameters()).device
-            tuner = Tuner(device, Ambient(device, self.seam.is_half))
+            tuner = Tuner(Ambient(device, self.seam.is_half))
             about = {"accelerate": self._weights, "branches": branches}
             self._times[branches] = head_times(tuner, self.seam.head, branches > 1, about)
         return head_seconds(self._times[branches], num_steps, rows, window, calls)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 
 from cspd.device import Precision
 from cspd.files import FileCache, of_device, remember, user_cache
@@ -120,16 +119,14 @@ class Tuner:
     """Knows what is fast on a device. A family's tuner also says which works it times, and how it chooses.
 
     Args:
-        device, precision, compiled, graphs: how models run.
+        precision, compiled, graphs: how models run.
 
     Attributes:
         cache: of the user, with all times, and with other measurements that do not belong to a checkpoint.
     """
 
-    def __init__(
-        self, device: torch.device, precision: Precision, compiled: bool = False, graphs: bool = False
-    ) -> None:
-        self.device, self.precision, self.compiled, self.graphs = device, precision, compiled, graphs
+    def __init__(self, precision: Precision, compiled: bool = False, graphs: bool = False) -> None:
+        self.device, self.precision, self.compiled, self.graphs = precision.device, precision, compiled, graphs
         self.cache = FileCache([user_cache()])
         self._choices: dict[Hashable, Choice] = {}
 

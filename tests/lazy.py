@@ -25,7 +25,7 @@ def engine(model, max_batch=3, **settings):
 
 def started(model, requests):
     """A model runner, and the requests' sequences in its slots, about to run."""
-    runner = MARRunner(model, len(requests), CPU, Precision("fp32", CPU))
+    runner = MARRunner(model, len(requests), Precision("fp32", CPU))
     resolver = engine(model)
     batch = [Sequence(resolver.resolve(request), i, slot=i, key=KEY) for i, request in enumerate(requests)]
     runner.admit(batch)

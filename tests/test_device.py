@@ -337,7 +337,7 @@ def test_records_have_the_flags(policy, tmp_path):
         too_old = pytest.warns(UserWarning, match="emulates") if policy == "bf16" else contextlib.nullcontext()
         with too_old:
             engine = Engine(models, max_batch=1, device=standin.DEVICE, precision=policy)
-        record = sample_to_folder(engine, [Request(1, method="ar")], tmp_path, {}, progress=False)
+        record = sample_to_folder(engine, [Request(1, method="ar")], tmp_path, {})
         found = _matmul(Setup(standin.DEVICE, TINY), policy)
         for each in (record["machine"], engine.describe(), found):
             assert each["matmul_precision"] == ("tf32" if policy == "tf32" else "ieee")

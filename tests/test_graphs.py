@@ -329,7 +329,7 @@ def engines(device):
     """Without graphs and with them; five slots, which batches of two, three and five fill differently."""
     models = MARModels(toy_mar(), draft=toy_mar(depth=2))
     eager, graphed = (Engine(models, max_batch=5, device=device, graphs=False) for _ in range(2))
-    graphed.runner.adopt(eager.runner)  # calibrated once
+    graphed.runner.tuning = eager.runner.tuning  # calibrated once
     graphed.runner.graphs = replayed() if device == CPU else Graphs(device)
     return eager, graphed
 

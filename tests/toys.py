@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cspd.device import Precision
 from cspd.discrete.distributions import Filter, filter_numbers, guide, probabilities
+from cspd.discrete.family import VQModels
 from cspd.discrete.gpt import GPT, Eagle, GPTConfig, VQConfig, VQModel
 from cspd.discrete.runner import VQRunner
 from cspd.engine import Engine
@@ -104,9 +105,7 @@ def distribution(target: GPT, request: Request) -> Tensor:
 def runner_of(models: dict, num_slots: int, device: torch.device = CPU) -> VQRunner:
     """A runner with copies of the models, if they are not on this device; on a GPU with CUDA graphs."""
     own = models if device == CPU else {name: copy.deepcopy(model).to(device) for name, model in models.items()}
-    others = dict(own)
-    target = others.pop("target")
-    return VQRunner(target, num_slots, device, Precision("fp32", device), graphs=Graphs(device), **others)
+    return VQRunner(VQModels(**own), num_slots, Precision("fp32", device), graphs=Graphs(device))
 
 
 def admitted(runner: VQRunner, request: Request, seeds: Iterable[int]) -> list[Sequence]:

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-import torch
-
 from cspd.causal.models import Causal
 from cspd.causal.registry import Autoencoder
 from cspd.causal.runner import CausalRunner, bytes_per_slot
@@ -84,7 +82,6 @@ class CausalModels:
     def runner(
         self,
         num_slots: int,
-        device: torch.device,
         precision: Precision,
         noise: types.ModuleType,
         *,
@@ -102,15 +99,12 @@ class CausalModels:
             ValueError: memory is too small.
         """
         fix, weights = "use a smaller model or another device", precision.bytes_to_copy(self.target)
-        check_fits(
-            bytes_per_slot(self.target, precision), num_slots, " with its key-value caches", fix, device, weights
-        )
-        with_graphs = graphs is not None and graphs.enabled
+        per_slot = bytes_per_slot(self.target, precision)
+        check_fits(per_slot, num_slots, " with its key-value caches", fix, precision.device, weights)
+        runner = CausalRunner(self.target, num_slots, precision, noise, vae=self.vae, graphs=graphs)
         folder = cache or self.calibrations
-        tuning = HeadTuner(self.target, None, device, precision, compiled, with_graphs, folder, CausalRunner)
-        return CausalRunner(
-            self.target, num_slots, device, precision, noise, vae=self.vae, tuning=tuning, graphs=graphs
-        )
+        runner.tuning = HeadTuner(self.target, None, precision, compiled, runner.graphs.enabled, folder, CausalRunner)
+        return runner
 
     def check(self) -> None:
         """Raises ValueError if the autoencoder has other latents than the target."""

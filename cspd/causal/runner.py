@@ -47,12 +47,13 @@ class CausalRunner:
     """Owns a causal model and the slots of running sequences; computes the condition z of each sequence's next token.
 
     Args:
-        target: the model. num_slots: sequences in flight at most. device, precision: where and how it computes.
+        target: the model. num_slots: sequences in flight at most. precision: how it computes, and where.
         noise: the source of randomness: a namespace with the functions of `cspd.noise`.
-        vae: the autoencoder, for images. tuning: a `cspd.continuous.tuning.HeadTuner`.
+        vae: the autoencoder, for images.
         graphs: captures and replays work of fixed shape; by default nothing is captured.
 
     Attributes:
+        tuning: a `cspd.continuous.tuning.HeadTuner`.
         tokens: float32 [slots, L, d], the ends of the tokens' chains; `Causal.finish` makes tokens of them.
         null_first: float32 [slots, d], the end of the unconditional branch's own first token; own_null: bool [slots],
             whether there is one. Its noise is that of position L.
@@ -61,21 +62,21 @@ class CausalRunner:
 
     family = "causal"
     in_raster_order = True
+    tuning: Any = None  # `CausalModels.runner` sets it
     compiled = False  # torch.compile takes speculative passes only
 
     def __init__(
         self,
         target: Causal,
         num_slots: int,
-        device: torch.device,
         precision: Precision,
         noise: types.ModuleType = philox_noise,
         *,
         vae: Autoencoder | None = None,
-        tuning: Any = None,
         graphs: Graphs | None = None,
     ) -> None:
-        self.target, self.vae, self.tuning = target, vae, tuning
+        device = precision.device
+        self.target, self.vae = target, vae
         self.models: dict[str, Any] = {"target": target, "draft": None}
         self.device, self.precision, self.noise = device, precision, noise
         self.graphs = graphs or Graphs(device, enabled=False)
@@ -97,10 +98,6 @@ class CausalRunner:
         self._first_inputs = torch.zeros(2 * num_slots, config.parallel_num, config.dim, device=device)
         cached = config.n_layer, 2 * num_slots, config.n_head, cached_columns(target), config.dim // config.n_head
         self._keys, self._values = torch.zeros(2, *cached, device=device, dtype=precision.type_of(target))
-
-    def adopt(self, other: CausalRunner) -> None:
-        """Takes over the tuning of another model runner of the same models."""
-        self.tuning = other.tuning
 
     def complete(self, request: Request, method: Method) -> Request:
         """The request with the target's and the method's defaults filled in.

@@ -26,7 +26,7 @@ from cspd.cli.options import (
     request_of,
 )
 from cspd.cli.papers import run_paper
-from cspd.comparison.compare import Evaluation, compare, tune
+from cspd.comparison.compare import compare, tune
 from cspd.comparison.report import choice_told, front_table, shortfall, text_table, wanted, write
 from cspd.comparison.study import (
     CHUNKS,
@@ -63,6 +63,7 @@ from cspd.evaluation.metrics import (
     NO_MODEL,
     PANEL,
     Clip,
+    Evaluation,
     check,
     check_clip,
     mean_and_error,
@@ -78,6 +79,7 @@ from cspd.evaluation.run import (
     MANIFEST,
     RECORD,
     Shards,
+    Task,
     finish,
     finish_part,
     own_device,
@@ -325,10 +327,10 @@ def how_to_evaluate(args: argparse.Namespace, rows: Sequence[Configuration]) -> 
         if args.ref:
             raise ValueError(f"--ref {args.ref} needs the features of Inception-v3 for these models: give --weights")
         return Evaluation()
-    reference = reference_for(space, args.ref)
+    how = Evaluation(space, args.weights, reference_for(space, args.ref), device=args.device)
     for side in {row.engine.runner.image_size for row in rows}:
-        check(side, space=space, weights=args.weights, reference=reference, device=args.device)
-    return Evaluation(space, args.weights, reference)
+        check(how, side)
+    return how
 
 
 # `cspd evaluate`: the quality of many images, and the speed of sampling them.
@@ -364,23 +366,21 @@ def run_evaluate(args: argparse.Namespace) -> None:
 
     with if_stopped(progress), shards_store(args.out) as store:
         args.device = own_device(args.device)
-        engine, request, subjects, settings, how = _prepare(args, prompts)
+        task, how = _prepare(args, prompts)
         summary: Any
         held: Store | None
         if args.ray:
-            shards, summary = on_ray(args, functools.partial(_divided, prompts=prompts), args.num)
+            shards, summary = on_ray(args, functools.partial(_task, prompts=prompts), args.num)
             held = finish(shards)
         else:
-            shards, summary = sample_shards(
-                engine, request, subjects, args.num, store, settings, part, overwrite=args.overwrite
-            )
+            shards, summary = sample_shards(task, args.num, store, part, overwrite=args.overwrite)
             store.release()
             held = finish_part(shards, part) if summary else None
             if held is None:
                 print(f"{progress()}; the part that writes the last of them measures them all")
                 return
         with held:
-            about = _about_sampling(args, engine, shards.manifest, summary) | shards.largest_tokens()
+            about = _about_sampling(args, task.engine, shards.manifest, summary) | shards.largest_tokens()
             _report(args, shards, shards.subjects(), how, about, groups)
 
 
@@ -452,26 +452,24 @@ def _earlier_sampling(path: Place, settings: dict) -> dict | None:
     return report["sampling"]
 
 
-def _prepare(args: argparse.Namespace, prompts: list[str] | None) -> tuple[Engine, Request, list[Subject], dict, dict]:
-    """Everything that can fail before the first image: engine, request, subjects, settings, and how to measure."""
+def _prepare(args: argparse.Namespace, prompts: list[str] | None) -> tuple[Task, Evaluation]:
+    """Everything that can fail before the first image: what is sampled, and how to measure it."""
     check_method(args)
     _check_extras(args, prompts is not None)
-    engine, request, subjects, settings = _divided(args, prompts)
-    if engine.device.index is not None:
-        torch.cuda.set_device(engine.device)
-    size = engine.runner.image_size, engine.runner.image_size
+    task = _task(args, prompts)
+    device, side = task.engine.device, task.engine.runner.image_size
+    if device.index is not None:
+        torch.cuda.set_device(device)
     target: Any = checkpoint_files(args.checkpoint)["target"]
-    how = _how_to_measure(args, size, engine.device, are_texts(subjects), space_of(target))
-    return engine, request, subjects, settings, how
+    return task, _how_to_measure(args, (side, side), device, are_texts(task.subjects), space_of(target))
 
 
-def _divided(args: argparse.Namespace, prompts: list[str] | None) -> tuple[Engine, Request, list[Subject], dict]:
-    """The engine, the request that all images share, their classes or prompts, and whatever else they depend on."""
+def _task(args: argparse.Namespace, prompts: list[str] | None) -> Task:
     engine = load_engine(args, args.max_batch)
     subjects: list[Any] = prompts or class_numbers(args.labels, engine)
     blank = request_of(args, None, args.seed, negative_prompt=args.negative_prompt)
     request = asking_for(blank, subjects[0])  # text-to-image models refuse a class
-    return engine, request, subjects, run_settings(args, engine.check(request))
+    return Task(engine, request, subjects, run_settings(args, engine.check(request)))
 
 
 def _check_extras(args: argparse.Namespace, of_texts: bool) -> None:
@@ -484,16 +482,16 @@ def _check_extras(args: argparse.Namespace, of_texts: bool) -> None:
 
 def _how_to_measure(
     args: argparse.Namespace, size: tuple[int, int], device: torch.device | str, of_texts: bool, own: str | None
-) -> dict:
-    """The arguments of `_measured`, tried on a blank image: a wrong file must fail before hours of sampling.
+) -> Evaluation:
+    """How to measure images, tried on a blank one: a wrong file must fail before hours of sampling.
 
     `own`: the space of the images' model, if that is bundled.
     """
-    how: dict = {"space": None, "reference": None, "weights": args.weights, "device": device}
     space = args.space or _usual_space(args, of_texts, own)
+    how = Evaluation(space, args.weights, None, args.clip, args.dinov2, device)
     if space:
-        how |= {"space": space, "reference": reference_for(space, args.ref), "clip": args.clip, "dinov2": args.dinov2}
-        check(*size, **how)
+        how = how._replace(reference=reference_for(space, args.ref))
+        check(how, *size)
     return how
 
 
@@ -507,25 +505,25 @@ def _usual_space(args: argparse.Namespace, of_texts: bool, own: str | None) -> s
     return INCEPTION if args.weights or args.ref or not of_texts else None
 
 
-def _measured(images: Images, subjects: Any, how: dict, clip: Path | None, groups: Mapping) -> dict:
+def _measured(images: Images, subjects: Any, how: Evaluation, groups: Mapping) -> dict:
     """All measurements of images.
 
     Args:
         subjects: their classes or prompts, or None if they are not known. groups: of prompts, see `prompt_groups`.
     """
-    of_texts = are_texts(subjects)
-    if how["space"] is None:
+    of_texts, clip = are_texts(subjects), how.clip
+    if how.space is None:
         values = unmeasured(len(images), "no feature space: give --ref, or --weights with Inception's file")
     else:
         with progress_bar(total=len(images), desc="measuring", unit=" image") as bar:
             labels = None if of_texts else subjects
-            values = measure(Watched(images, bar), labels=labels, cycle=cycle_of(subjects), **how)
+            values = measure(Watched(images, bar), how, labels=labels, cycle=cycle_of(subjects))
     values |= {"clip_score": None, "clip_score_error": None, "clip": None, "cmmd_by": clip and clip.name}
     values["clip_score_by"] = {}
     if of_texts and clip is None:
         values["missing"]["clip_score"] = NO_MODEL
     elif clip is not None and of_texts:
-        model = Clip(clip, how["device"])
+        model = Clip(clip, how.device)
         with progress_bar(total=len(images), desc="by CLIP", unit=" image") as bar:
             scores = model.scores(Watched(images, bar), subjects)
         mean, error = mean_and_error(scores)
@@ -547,22 +545,27 @@ def _by_group(scores: Tensor, subjects: Sequence[str], group_of: Mapping[str, st
 
 
 def _report(
-    args: argparse.Namespace, images: Images, subjects: list[Subject] | None, how: dict, about: dict, groups: Mapping
+    args: argparse.Namespace,
+    images: Images,
+    subjects: list[Subject] | None,
+    how: Evaluation,
+    about: dict,
+    groups: Mapping,
 ) -> None:
     """Measures the images, writes the report, and prints it. The arguments are those of `_measured`."""
     report = {
         "schema": EVALUATION_SCHEMA,
         "subjects_known": subjects is not None,
-        "space": how["space"],
+        "space": how.space,
         "weights": None,
         "reference": None,
-        **_measured(images, subjects, how, args.clip, groups),
+        **_measured(images, subjects, how, groups),
         "largest_token": None,
         "exploded": None,
         "files": [GRID],
         **about,
     }
-    reference, weights = how["reference"], how["weights"]
+    reference, weights = how.reference, how.weights
     if weights:  # None: torch-fidelity's download, or the bundled classifier
         report["weights"] = {"name": weights.name, "fingerprint": file_fingerprint(weights)}
     if reference:

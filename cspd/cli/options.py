@@ -21,7 +21,7 @@ from cspd.cli.flags import add_like, add_plugin
 from cspd.cli.listing import format_table, markdown_table, options_table
 from cspd.discrete.text import missing_library
 from cspd.engine import Engine
-from cspd.evaluation.run import Shards
+from cspd.evaluation.run import Shards, Task
 from cspd.files import misfit, parse_json
 from cspd.method import METHODS, Method, choose
 from cspd.models import bundled
@@ -376,10 +376,10 @@ def load_engine(args: argparse.Namespace, max_batch: int, named: Mapping[str, st
 FILES = ("checkpoint", "vae", "draft_checkpoint", "eagle", "text_encoder", "plugin")
 
 
-def on_ray(args: argparse.Namespace, divided: Callable, num: int) -> tuple[Shards, dict]:
+def on_ray(args: argparse.Namespace, task_of: Callable[[argparse.Namespace], Task], num: int) -> tuple[Shards, dict]:
     """Makes the images of a run on a Ray cluster; returns them and a summary.
 
-    `divided` takes the arguments, and returns the arguments of `cspd.evaluation.run.plan`; it runs in each worker.
+    `task_of` runs in each worker.
 
     Raises ValueError if Ray is not installed, the number of images is 0, or as `cspd.ray.sample`.
     """
@@ -398,7 +398,7 @@ def on_ray(args: argparse.Namespace, divided: Callable, num: int) -> tuple[Shard
         own[name] = _resolved(own.get(name))
     num_gpus = 0 if args.device == "cpu" else ray.gpus_of_an_engine()
     workers = ray.Workers(num_gpus, args.threads or 1, max_batch=args.max_batch)
-    prepare = functools.partial(_divided_by, divided, argparse.Namespace(**own))
+    prepare = functools.partial(_task_of_worker, task_of, argparse.Namespace(**own))
     return ray.make(prepare, num, args.out, workers, overwrite=args.overwrite)
 
 
@@ -409,6 +409,6 @@ def _resolved(value: Any) -> Any:
     return type(value)(Path(value).resolve()) if is_local else value
 
 
-def _divided_by(divided: Callable, args: argparse.Namespace) -> Any:
+def _task_of_worker(task_of: Callable[[argparse.Namespace], Task], args: argparse.Namespace) -> Task:
     load_plugins([f"--plugin={file}" for file in args.plugin or ()])
-    return divided(args)
+    return task_of(args)

@@ -29,11 +29,12 @@ from cspd.checkpoints import check_of_one, checkpoint_files, run_settings
 from cspd.cli.options import all_classes, asked_prompts, bundled_here, check_method, load_engine, on_ray, request_of
 from cspd.device import Load, crowded
 from cspd.engine import Engine
-from cspd.evaluation.images import GRID, HEATMAP, LIST, OVERVIEWS, RECORD, Subject, file_name, subject_of
+from cspd.evaluation.images import GRID, HEATMAP, LIST, OVERVIEWS, RECORD, file_name, subject_of
 from cspd.evaluation.run import (
     AUDITED,
     Part,
     Shards,
+    Task,
     audit,
     finish,
     finish_part,
@@ -83,16 +84,15 @@ def sample_to_folder(
     out: Path,
     settings: dict,
     *,
-    progress: bool = True,
     overwrite: bool = False,
     heatmap: bool = False,
     before: Sequence[tuple[str, Image.Image]] = (),
     finish: Callable[[Output], Tensor] = attrgetter("image"),
-    speed: bool = False,
 ) -> dict:
     """Generates `requests` into the folder `out` and returns the record, which is also written to samples.json.
 
     If an earlier run with the same settings and requests is there, only its missing and damaged images are generated.
+    The record also says how fast baseline sampling would have been, see `cspd.speed`.
 
     Args:
         requests: one method with the same settings, each request with its own seed and class or prompt.
@@ -100,7 +100,6 @@ def sample_to_folder(
         heatmap: also write heatmap.png. It is blank for images of an earlier run without it.
         before: captions and images to show first in grid.png.
         finish: turns an output into the image to write, [3, H, W].
-        speed: also time how fast baseline sampling would have been, see `cspd.speed`.
 
     Raises:
         ValueError: an invalid request, or as `Store.claim`.
@@ -121,14 +120,13 @@ def sample_to_folder(
         store.begin(_without_nulls(record))
         journal.unlink(missing_ok=True)  # the record now has its images
 
-        todo = [index for index, name in enumerate(names) if name in missing]
+        todo = {index: name for index, name in enumerate(names) if name in missing}
         resolved = prepared[0].request
-        is_timed = speed and todo and not is_plain(resolved)
-        plain = PlainRounds(engine, resolved, len(todo)) if is_timed else None
-        new = _generate(engine, prepared, out, names, todo, progress, heatmap, finish, plain)
+        plain = PlainRounds(engine, resolved, len(todo)) if todo and not is_plain(resolved) else None
+        new = _generate(engine, prepared, out, todo, heatmap, finish, plain)
         record["images"] = sorted([*record["images"], *new.entries], key=lambda entry: entry["index"])
         summary = _summary(engine, record["images"], new, resolved)
-        if speed and todo:
+        if todo:
             summary |= _speed_of(new, resolved, plain)
         elif earlier:
             summary |= {name: earlier.get("summary", {}).get(name) for name in SPEED}
@@ -235,23 +233,22 @@ def _generate(
     engine: Engine,
     requests: Sequence[Prepared],
     out: Path,
-    names: Sequence[str],
-    todo: Sequence[int],
-    progress: bool,
+    todo: Mapping[int, str],
     heatmap: bool,
     finish: Callable[[Output], Tensor],
     plain: PlainRounds | None,
 ) -> Generated:
-    """Generates and writes the images with the indices `todo`. `plain`: takes turns with their rounds."""
+    """Generates and writes the images `todo`, file names by index. `plain`: takes turns with their rounds."""
     entries: list[dict] = []
     draft_counts: dict[str, list] = {}
     audited = []
     writing = 0.0
     captured = engine.graphs.seconds
     start = time.perf_counter()
-    for k, output in engine.stream([requests[index] for index in todo], progress, plain):
+    order = list(todo)
+    for k, output in engine.stream([requests[index] for index in order], True, plain):
         finished = time.perf_counter()
-        index = todo[k]
+        index = order[k]
         stats = output.stats.to_dict()
         if k % AUDITED == 0:
             audited.append(output)
@@ -262,7 +259,7 @@ def _generate(
         content = png_of(to_pil(finish(output)), output.png_text())
         entry = {
             "index": index,
-            "file": names[index],
+            "file": todo[index],
             "sha256": hashlib.sha256(content).hexdigest(),
             "request": output.request.to_dict(),
         }
@@ -273,7 +270,7 @@ def _generate(
         entries.append(entry)
         # the journal comes first: a file without an entry would be generated again
         append_json(out / JOURNAL, entry)
-        write_bytes(out / names[index], content)
+        write_bytes(out / todo[index], content)
         writing += time.perf_counter() - finished
     seconds = time.perf_counter() - start
     if plain is not None:
@@ -340,9 +337,7 @@ def run_sample(args: argparse.Namespace) -> None:
     checked = [engine.checked(request) for request in requests]
     settings = run_settings(args, checked[0].request)
     with if_stopped(lambda: progress_message(args.out, num)):
-        record = sample_to_folder(
-            engine, checked, args.out, settings, overwrite=args.overwrite, heatmap=args.heatmap, speed=True
-        )
+        record = sample_to_folder(engine, checked, args.out, settings, overwrite=args.overwrite, heatmap=args.heatmap)
     tell(engine, checked[0], record, args.out, args.heatmap)
 
 
@@ -366,19 +361,17 @@ def _sample_shards(args: argparse.Namespace, asked: Sequence[dict], part: Part) 
         return f"{Shards(args.out, num).num_written()} of {num} images are in {args.out}/"
 
     with if_stopped(progress), shards_store(args.out) as store:
-        divided = functools.partial(_divided, asked=asked)
+        task_of = functools.partial(_task, asked=asked)
         summary: Any
         held: Store | None
         if args.ray:
-            shards, summary = on_ray(args, divided, num)
+            shards, summary = on_ray(args, task_of, num)
             held = finish(shards)
         else:
             args.device = own_device(args.device)
-            engine, request, subjects, settings = divided(args)
-            num = num or len(subjects)
-            shards, summary = sample_shards(
-                engine, request, subjects, num, store, settings, part, overwrite=args.overwrite
-            )
+            task = task_of(args)
+            num = num or len(task.subjects)
+            shards, summary = sample_shards(task, num, store, part, overwrite=args.overwrite)
             store.release()
             held = finish_part(shards, part) if summary else None
             if held is None:
@@ -388,12 +381,11 @@ def _sample_shards(args: argparse.Namespace, asked: Sequence[dict], part: Part) 
             _tell_shards(shards, summary)
 
 
-def _divided(args: argparse.Namespace, asked: Sequence[dict]) -> tuple[Engine, Request, list[Subject], dict]:
-    """The engine, the request that all images share, their classes or prompts, and whatever else they depend on."""
+def _task(args: argparse.Namespace, asked: Sequence[dict]) -> Task:
     engine = _engine_for(args, asked)
     requests = [request_of(args, seed=args.seed, **each) for each in asked or _all_classes(args, engine)]
     subjects = [subject_of(engine.check(request)) for request in requests]
-    return engine, requests[0], subjects, run_settings(args, engine.check(requests[0]))
+    return Task(engine, requests[0], subjects, run_settings(args, engine.check(requests[0])))
 
 
 def _tell_shards(shards: Shards, summary: dict) -> None:
@@ -543,7 +535,6 @@ def run_edit(args: argparse.Namespace) -> None:
             heatmap=args.heatmap,
             before=before,
             finish=pasted if args.paste else attrgetter("image"),
-            speed=True,
         )
     print(f"{first.known.num_generated} of {runner.seq_len} tokens of the first image were regenerated")
     tell(engine, checked[0], record, args.out, args.heatmap)

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from cspd.comparison.study import (
     TUNE,
     WRITTEN,
     Chunk,
+    Comparison,
     Configuration,
     InterleavedRuns,
     baselines,
@@ -33,7 +34,7 @@ from cspd.device import spread
 from cspd.engine import Engine
 from cspd.evaluation import metrics
 from cspd.evaluation.images import ImageList, Subject, are_texts, cycle_of, in_turn
-from cspd.evaluation.metrics import NO_MODEL, Clip, Extracted, Reference, mean_and_error
+from cspd.evaluation.metrics import NO_MODEL, Clip, Evaluation, Extracted, mean_and_error
 from cspd.evaluation.scores import (
     LEAST_INTERVAL,
     LEAST_PAIRS,
@@ -51,20 +52,6 @@ from cspd.request import Request
 from cspd.runs import Store
 from cspd.summary import LAZY, measured
 from cspd.terminal import MOST, progress_bar
-
-
-class Evaluation(NamedTuple):
-    """How images are evaluated, see `cspd.evaluation.metrics`.
-
-    Attributes:
-        space: of the features. None: neither quality nor p-values. clip: the folder of a CLIP model, for prompts.
-    """
-
-    space: str | None = None
-    weights: Path | None = None
-    reference: Reference | None = None
-    clip: Path | None = None
-
 
 NO_EVALUATION = Evaluation()
 
@@ -164,7 +151,8 @@ def compare(
         subjects: class indices or prompts, cycled: image i has subjects[i % len(subjects)].
         store: the folder, see `cspd.comparison.study.comparison_store`; it stays claimed until the store's `with` block
             ends.
-        evaluation: how the images are evaluated.
+        evaluation: how the images are evaluated, on the device of the first row's engine. Without a space there are
+            neither quality nor p-values.
         seed: of the first image, unless a row has its own; the next image has the next seed.
         repeats: generates so many times `num` images, with other seeds each time. The report is on all of them, and has
             the means and standard deviations over the repeats.
@@ -177,11 +165,11 @@ def compare(
     Raises:
         ValueError: a request is invalid, an engine lacks an autoencoder, or as `Store.claim`.
     """
-    how: dict[str, Any] = {"overwrite": overwrite, "timed": TIMED, "progress": progress}
     ends = [num * (i + 1) for i in range(repeats)]
-    with taking_turns(rows, subjects, ends, seed, store, **how) as runs:
+    comparison = Comparison(rows, subjects, seed)
+    with taking_turns(comparison, ends, store, overwrite=overwrite, timed=TIMED, progress=progress) as runs:
         chunks = runs.make(num * repeats)
-    report, images, _ = report_of(rows, runs.plans, chunks, subjects, seed, evaluation, progress, repeats)
+    report, images, _ = report_of(comparison, runs.plans, chunks, evaluation, progress, repeats)
     report["ran"] = ran_by(rows, command)
     return report, images
 
@@ -202,16 +190,15 @@ def ran_by(rows: Sequence[Configuration], command: str | None) -> dict:
 
 
 def report_of(
-    rows: Sequence[Configuration],
+    comparison: Comparison,
     plans: Sequence[Request],
     chunks: Sequence[list[Chunk]],
-    subjects: Sequence[Subject],
-    seed: int,
     evaluation: Evaluation,
     progress: bool = True,
     repeats: int = 1,
 ) -> tuple[dict, list[np.ndarray], list[dict[str, Score]]]:
     """The report on the chunks of rows, the images of each row, and the scores of each, by name."""
+    rows, subjects, seed = comparison
     images = []
     for made in chunks:
         images.append(np.concatenate([chunk.images for chunk in made]))
@@ -517,10 +504,7 @@ def _add_quality(
             missing[name] = reason
         return [{} for _ in rows]
 
-    how: dict[str, Any] = {"space": evaluation.space, "weights": evaluation.weights, "device": rows[0].engine.device}
-    reference = evaluation.reference
-    if reference is not None:
-        reference = _with_statistics(reference, how)
+    how = _with_statistics(evaluation._replace(clip=None, device=rows[0].engine.device))
     subjects = report["labels"]
     of_images: list[Any] = in_turn(subjects, report["images"])
     labels = None if are_texts(subjects) else of_images
@@ -529,10 +513,8 @@ def _add_quality(
     pairs = list(zip(report["rows"], images))
     for entry, row_images in progress_bar(pairs, desc="evaluating", unit=" row", disable=not progress):
         data = _image_list(row_images)
-        extracted = metrics.extract(data, **how)
-        own, reasons = metrics.scores_of(
-            data, reference=reference, labels=labels, cycle=cycle_of(of_images), extracted=extracted, **how
-        )
+        extracted = how.extract(data)
+        own, reasons = metrics.scores_of(data, how, labels=labels, cycle=cycle_of(of_images), extracted=extracted)
         values = metrics.told(own, len(row_images))
         for name in QUALITIES:
             entry |= {key: values[key] for key in (name, f"{name}_ci95", f"{name}_resolution")}
@@ -541,7 +523,7 @@ def _add_quality(
         scores.append(own)
         features.append(extracted.features)
         if report["repeats"] > 1:
-            entry["repeats"] |= _scores_over_repeats(report["repeats"], extracted, row_images, labels, reference, how)
+            entry["repeats"] |= _scores_over_repeats(report["repeats"], extracted, row_images, labels, how)
 
     bases = [[None if base is None else rows.index(base) for base in each] for each in against]
     if report["images"] < LEAST_PAIRS:
@@ -561,8 +543,7 @@ def _scores_over_repeats(
     extracted: Extracted,
     images: np.ndarray,
     labels: Sequence[Any] | None,
-    reference: Reference | None,
-    how: dict,
+    how: Evaluation,
 ) -> dict:
     """`QUALITIES` of each repeat's images, with their mean and standard deviation; None if they have none."""
     values: dict[str, list[float | None]] = {name: [] for name in QUALITIES}
@@ -571,10 +552,9 @@ def _scores_over_repeats(
         own = slice(begin, begin + num)
         scores, _ = metrics.scores_of(
             _image_list(images[own]),
-            reference=reference,
+            how,
             labels=None if labels is None else labels[own],
             extracted=extracted.of(own),
-            **how,
         )
         for name, found in values.items():
             found.append(scores[name].value if name in scores else None)
@@ -612,15 +592,18 @@ def _add_verdicts(
             row["verdict"] = f"differs: {', '.join(found)}" if found else "no difference shown"
 
 
-def _with_statistics(reference: Reference, how: dict) -> Reference:
-    """The reference with statistics only, computed once for all rows: no column needs its images."""
+def _with_statistics(how: Evaluation) -> Evaluation:
+    """With the statistics of the reference alone, computed once for all rows: no column needs its images."""
+    reference = how.reference
+    if reference is None:
+        return how
     statistics = reference.statistics
     images: Any = reference.images
     if statistics is None and len(images) >= metrics.LEAST["fid"]:
-        statistics = statistics_of(metrics.features(images, **how))
+        statistics = statistics_of(how.extract(images).features)
     if statistics is None:
-        return reference
-    return replace(reference, statistics=statistics, images=None)
+        return how
+    return how._replace(reference=replace(reference, statistics=statistics, images=None))
 
 
 # The configurations that are worth more images: Pareto fronts, and successive halving by them.
@@ -785,8 +768,9 @@ def tune(
     other = seed + OTHER_SEEDS
     rows = [plain, replace(plain, name=f"{plain.name}:seed={other}", seed=other), *candidates]
     folder: dict = {"overwrite": overwrite, "written": [*WRITTEN, TUNE], "may_fail": True, "progress": progress}
-    with taking_turns(rows, labels, rungs(num), seed, store, **folder) as runs:
-        history, report, images = _search(runs, labels, rungs(num), seed, limits, evaluation)
+    comparison = Comparison(rows, labels, seed)
+    with taking_turns(comparison, rungs(num), store, **folder) as runs:
+        history, report, images = _search(runs, comparison, rungs(num), limits, evaluation)
         failed = {rows[r].name: reason for r, reason in runs.failed.items()}
 
     last = {row["name"] for row in report["rows"]}
@@ -817,9 +801,8 @@ def _choice(report: dict, limits: Mapping[str, float]) -> dict:
 
 def _search(
     runs: InterleavedRuns,
-    labels: Sequence[int],
+    comparison: Comparison,
     numbers: Sequence[int],
-    seed: int,
     limits: Mapping[str, float],
     evaluation: Evaluation,
 ) -> tuple[list[dict], dict, list[np.ndarray]]:
@@ -830,7 +813,7 @@ def _search(
     before = 0
     for i, number in enumerate(numbers):
         runs.bar.total = runs.bar.n + planned(len(going), numbers[i:], ALWAYS, before)
-        report, images = _rung(runs, [*range(ALWAYS), *going], number, labels, seed, evaluation)
+        report, images = _rung(runs, comparison, [*range(ALWAYS), *going], number, evaluation)
         going = [r for r in going if r not in runs.failed]
         if number != numbers[-1]:
             trials = [_trial(row, limits) for row in report["rows"][ALWAYS:]]
@@ -845,10 +828,9 @@ def _search(
 
 def _rung(
     runs: InterleavedRuns,
+    comparison: Comparison,
     chosen: Sequence[int],
     number: int,
-    labels: Sequence[int],
-    seed: int,
     evaluation: Evaluation,
 ) -> tuple[dict, list[np.ndarray]]:
     """The report on `number` images of each chosen row that does not fail, with their losses."""
@@ -859,9 +841,9 @@ def _rung(
             raise ValueError(f"{runs.rows[r].name}: {runs.failed[r]}")
     runs.bar.set_postfix_str(f"evaluating {number} images of each")
     alive = [r for r in chosen if r not in runs.failed]
-    rows = [runs.rows[r] for r in alive]
+    compared = comparison._replace(rows=[runs.rows[r] for r in alive])
     plans = [runs.plans[r] for r in alive]
-    report, images, scores = report_of(rows, plans, chunks, labels, seed, evaluation, progress=False)
+    report, images, scores = report_of(compared, plans, chunks, evaluation, progress=False)
     _add_losses(report["rows"], scores)
     return report, images
 

@@ -637,6 +637,19 @@ WRITTEN = (
 )
 
 
+class Comparison(NamedTuple):
+    """What is compared.
+
+    Attributes:
+        subjects: classes or prompts, cycled: image i of each row has subjects[i % len(subjects)].
+        seed: of the first image of each row that has no seed of its own; the next image has the next seed.
+    """
+
+    rows: Sequence[Configuration]
+    subjects: Sequence[Subject]
+    seed: int
+
+
 @dataclass
 class InterleavedRuns:
     """Configurations that take turns to generate their images, into a claimed folder.
@@ -774,10 +787,8 @@ class InterleavedRuns:
 
 @contextlib.contextmanager
 def taking_turns(
-    rows: Sequence[Configuration],
-    subjects: Sequence[Subject],
+    comparison: Comparison,
     rungs: Sequence[int],
-    seed: int,
     store: Store,
     *,
     overwrite: bool = False,
@@ -788,8 +799,7 @@ def taking_turns(
 ) -> Iterator[InterleavedRuns]:
     """Checks all requests of several configurations, claims a folder for their images, and shows a bar.
 
-    Classes or prompts cycle: image i has subjects[i % len(subjects)]. It has the i-th seed from `seed` on, or from the
-    configuration's own. In a turn each configuration generates its next B images, one after the other, where B is the
+    In a turn each configuration generates its next B images, one after the other, where B is the
     number of its engine's slots; another one begins each turn. If `timed` is given, only the first `timed` turns
     measure speed. Later turns have `MANY` images: they measure quality.
 
@@ -801,9 +811,10 @@ def taking_turns(
     Raises:
         ValueError: a request is invalid, an engine lacks an autoencoder, or as `Store.claim`.
     """
+    rows, subjects, seed = comparison
     num = rungs[-1]
-    _check_rows(rows, subjects, seed, num)
-    settings = _settings(rows, subjects, seed)
+    _check_rows(comparison, num)
+    settings = _settings(comparison)
     # every name is claimed before the first image, so that nothing of somebody else is overwritten
     turns = [_turns(rungs, row.engine.num_slots, timed) for row in rows]
     files = []
@@ -843,8 +854,9 @@ def _requests(plan: Request, subjects: Sequence[Subject], first_seed: int, num: 
     return requests
 
 
-def _check_rows(rows: Sequence[Configuration], subjects: Sequence[Subject], seed: int, num: int) -> None:
+def _check_rows(comparison: Comparison, num: int) -> None:
     """Raises ValueError for an invalid request of any row, before an image is generated."""
+    rows, subjects, seed = comparison
     if num < 1:
         raise ValueError(f"num={num} is invalid: a comparison needs at least 1 image")
     names = {}
@@ -865,8 +877,9 @@ def _check_rows(rows: Sequence[Configuration], subjects: Sequence[Subject], seed
             raise ValueError(f"{own} overlap {others}: begin with {free} or more, or with the same seed")
 
 
-def _settings(rows: Sequence[Configuration], subjects: Sequence[Subject], seed: int) -> dict:
+def _settings(comparison: Comparison) -> dict:
     """Everything that the images of a comparison depend on."""
+    rows, subjects, seed = comparison
     configurations = {}
     for row in rows:
         configurations[row.name] = {

@@ -56,7 +56,6 @@ def num_traced(length: int, device: torch.device, part: str = SEEN) -> int:
 def trace(
     model: Any,
     request: Request,
-    device: torch.device,
     precision: Precision,
     make_runner: MakeRunner,
     part: str = SEEN,
@@ -67,7 +66,7 @@ def trace(
     `advance` is called with each share of the work, 1 in all.
     """
     length, num_classes = model.config.seq_len, model.config.class_num
-    num_images = num_traced(length, device, part)
+    num_images = num_traced(length, precision.device, part)
     spread = max(1, num_classes // num_images)  # distance between labels
     seeds = {SEEN: TRACE_SEED, CHOOSING: TRACE_SEED + num_images, REPORTED: REPORTED_SEED}
     common = {"num_iter": min(TRACE_ITERATIONS, length), "cfg": request.cfg, "cfg_schedule": request.cfg_schedule}
@@ -76,7 +75,7 @@ def trace(
     for i in range(num_images):
         label = (i * spread + PARTS.index(part)) % num_classes
         batch.append(Sequence(Request(label, seeds[part] + i, "ar", **common), ticket=i, slot=i))
-    runner, watch = make_runner(model, num_images, device, precision), Stopwatch(device)
+    runner, watch = make_runner(model, num_images, precision), Stopwatch(precision.device)
     runner.admit(batch)
     parts: list[Trace] = []
     num_rounds = len(runner.num_masked(batch[0].request))
@@ -183,15 +182,13 @@ class Calibrations:
     """The calibrations of one model, made on first use and cached.
 
     Args:
-        model, device, precision: the model, and how it computes.
+        model, precision: the model, and how it computes.
         folders: cache folders, in the order of look-up; a new entry goes to the first writable one.
         make_runner: makes a model runner of the model, whose samples the drafts are fitted to.
     """
 
-    def __init__(
-        self, model: Any, device: torch.device, precision: Precision, folders: list[Path], make_runner: MakeRunner
-    ) -> None:
-        self.model, self.device, self.precision, self.make_runner = model, device, precision, make_runner
+    def __init__(self, model: Any, precision: Precision, folders: list[Path], make_runner: MakeRunner) -> None:
+        self.model, self.device, self.precision, self.make_runner = model, precision.device, precision, make_runner
         self._cache = FileCache(folders)
         self._weights: str | None = None
         self._plans: dict[tuple, Plan] = {}
@@ -307,7 +304,7 @@ class Calibrations:
             predictor, steps = self.predictor(request), self.plan(request, request.head_calls).steps
             seen, choosing, reported = (self._trace(request, part).finite().to(self.device) for part in PARTS)
             advance = lambda share: self._advance(share * WORK[Shortcut])  # noqa: E731
-            own = seen, choosing, reported, self._schedule(request), predictor, steps
+            own = (seen, choosing, reported), self._schedule(request), predictor, steps
             return fit_shortcut(self.model.head, *own, request.null_every, self.precision, advance)
 
     def _schedule(self, request: Request) -> Schedule:
@@ -319,7 +316,7 @@ class Calibrations:
         traces = self._remembered(request)
         if part not in traces:
             advance = lambda share: self._advance(share * self._work(part))  # noqa: E731
-            traces[part] = trace(self.model, request, self.device, self.precision, self.make_runner, part, advance)
+            traces[part] = trace(self.model, request, self.precision, self.make_runner, part, advance)
         return traces[part]
 
     def _work(self, part: str) -> float:

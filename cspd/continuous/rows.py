@@ -111,8 +111,8 @@ class ContinuousRunner(ModelRunner, Protocol):
 
 # (runner, batch, rows) -> z float32 [G, R, D]
 Conditions = Callable[[ContinuousRunner, list[Sequence], Rows], Tensor]
-# (model, num_slots, device, precision) -> a model runner of the model alone
-MakeRunner = Callable[[Any, int, torch.device, Precision], ContinuousRunner]
+# (model, num_slots, precision) -> a model runner of the model alone
+MakeRunner = Callable[[Any, int, Precision], ContinuousRunner]
 
 
 def full_conditions(runner: ContinuousRunner, batch: list[Sequence], rows: Rows) -> Tensor:

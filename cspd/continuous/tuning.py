@@ -196,18 +196,17 @@ class HeadTuner(Tuner):
         self,
         target: Any,
         draft: Any,
-        device: torch.device,
         precision: Precision,
         compiled: bool,
         graphs: bool,
         cache: Path | None,
         make_runner: MakeRunner,
     ) -> None:
-        super().__init__(device, precision, compiled, graphs)
+        super().__init__(precision, compiled, graphs)
         self.target = target
         folders = [folder for folder in (cache, user_cache()) if folder]
         self.calibrations = {
-            name: Calibrations(model, device, precision, folders, make_runner)
+            name: Calibrations(model, precision, folders, make_runner)
             for name, model in (("target", target), ("draft", draft))
             if model is not None
         }

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import torch
-
 from cspd.device import Precision, check_fits
 from cspd.discrete.drafts import DRAFTS
 from cspd.discrete.fastest_draft import SPECULATIVE
@@ -82,7 +80,6 @@ class VQModels:
     def runner(
         self,
         num_slots: int,
-        device: torch.device,
         precision: Precision,
         noise: types.ModuleType,
         *,
@@ -105,23 +102,10 @@ class VQModels:
         weights = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft, self.eagle))
         encoder = self.text_encoder.bytes_to_load if self.text_encoder is not None else 0
         per_slot = bytes_per_slot(self.target, (self.draft, self.eagle), precision)
-        check_fits(per_slot, num_slots, " with its key-value caches", fix, device, weights + encoder)
-        with_graphs = graphs is not None and graphs.enabled
-        tuning = DraftTuner(self, device, precision, compiled, with_graphs, cache or self.calibrations)
-        return VQRunner(
-            self.target,
-            num_slots,
-            device,
-            precision,
-            noise,
-            draft=self.draft,
-            eagle=self.eagle,
-            tokenizer=self.tokenizer,
-            text_encoder=self.text_encoder,
-            tuning=tuning,
-            compiled=compiled,
-            graphs=graphs,
-        )
+        check_fits(per_slot, num_slots, " with its key-value caches", fix, precision.device, weights + encoder)
+        runner = VQRunner(self, num_slots, precision, noise, compiled=compiled, graphs=graphs)
+        runner.tuning = DraftTuner(self, precision, compiled, runner.graphs.enabled, cache or self.calibrations)
+        return runner
 
     def check(self) -> None:
         """Raises ValueError if draft, drafter, tokenizer or text encoder are incompatible with the target."""

@@ -17,7 +17,7 @@ from cspd import noise as philox_noise
 from cspd.device import Precision, send, send_integers
 from cspd.discrete.batch import Batch, PastFeatures, alike, packed, per_branch, unpacked
 from cspd.discrete.distributions import guide, likeliest_point, probabilities
-from cspd.discrete.gpt import GPT, Eagle, VQModel, sample_published
+from cspd.discrete.gpt import GPT, sample_published
 from cspd.discrete.kv_cache import MOST_NODES, KVCache, most_columns, stepped
 from cspd.discrete.registry import defaults_of
 from cspd.discrete.row_ends import RowColumns, mask_with_row_ends, reserved, row_columns, sees_with_row_ends
@@ -129,16 +129,14 @@ class VQRunner:
     """Computes distributions after drafted tokens, and commits tokens, for the methods.
 
     Args:
-        target: the model. num_slots: the maximum number of sequences in flight.
-        device, precision: where and how it computes.
+        models: see `cspd.discrete.family.VQModels`. num_slots: the maximum number of sequences in flight.
+        precision: how they compute, and where.
         noise: the source of randomness: a namespace with the functions of `cspd.noise`.
-        draft: a smaller model of the same tokens. eagle: a drafter on the target's features.
-        tokenizer: encodes and decodes images. text_encoder: encodes prompts.
-        tuning: a `cspd.discrete.tuning.DraftTuner`, which chooses the draft configuration of the method `speculative`.
         compiled: whether the models' layers run through torch.compile.
         graphs: CUDA graphs of rounds; by default rounds are ordinary calls.
 
     Attributes:
+        tuning: a `cspd.discrete.tuning.DraftTuner`, which chooses the draft configuration of the method `speculative`.
         tokens: int64 [slots, L + MOST_NODES], raster order. token_cost: float32, the same shape.
         draws: float64, the same shape: the request's own uniform draw inside (0, 1) for each token.
         num_committed: int64 [slots]. draft_calls: forward passes of draft models in this round.
@@ -148,29 +146,27 @@ class VQRunner:
 
     family = "VQ"
     in_raster_order = True
+    tuning: Any = None  # `VQModels.runner` sets it
 
     def __init__(
         self,
-        target: GPT,
+        models: Any,
         num_slots: int,
-        device: torch.device,
         precision: Precision,
         noise: types.ModuleType = philox_noise,
         *,
-        draft: GPT | None = None,
-        eagle: Eagle | None = None,
-        tokenizer: VQModel | None = None,
-        text_encoder: TextEncoder | None = None,
-        tuning: Any = None,
         compiled: bool = False,
         graphs: Graphs | None = None,
     ) -> None:
-        models = {"target": target, "draft": draft, "eagle": eagle}
-        self.models: dict[str, Any] = {name: model and precision.prepare(model) for name, model in models.items()}
-        self.models["tokenizer"] = tokenizer
+        device = precision.device
+        target: GPT = models.target
         self.target = target
-        self.text_encoder = cast(TextEncoder, text_encoder)  # may be None: `check` then refuses prompts
-        self.tuning = tuning
+        self.models: dict[str, Any] = {}
+        for name in ("target", "draft", "eagle"):
+            model = getattr(models, name)
+            self.models[name] = model and precision.prepare(model)
+        self.models["tokenizer"] = models.tokenizer
+        self.text_encoder: TextEncoder = models.text_encoder  # may be None: `check` then refuses prompts
         self.device = device
         self.precision = precision
         self.noise = noise
@@ -199,10 +195,6 @@ class VQRunner:
         self._encode_once = remembered(self._encode)
 
         self.late = device.type == "cuda"
-
-    def adopt(self, other: VQRunner) -> None:
-        """Takes over the measurements of another model runner of the same models."""
-        self.tuning = other.tuning
 
     # What Jacobi methods keep of each slot from round to round, for the largest window. It is allocated once, on first
     # use: graphs read it at fixed addresses.

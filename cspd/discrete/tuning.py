@@ -177,13 +177,12 @@ class DraftTuner(Tuner):
     def __init__(
         self,
         models: Any,
-        device: torch.device,
         precision: Precision,
         compiled: bool,
         graphs: bool,
         calibrations: Path | None,
     ) -> None:
-        super().__init__(device, precision, compiled, graphs)
+        super().__init__(precision, compiled, graphs)
         self.models = models
         self._bundled = FileCache([calibrations] if calibrations else [])
         self._hashes: dict[str, str] = {}
@@ -327,18 +326,8 @@ class DraftTuner(Tuner):
                 f" {free / 2**30:.1f} GiB are free on {self.device}: pass window=0 (baseline sampling) or a smaller"
                 " max_batch"
             )
-        return VQRunner(
-            self.models.target,
-            num_slots,
-            self.device,
-            self.precision,
-            draft=self.models.draft,
-            eagle=self.models.eagle,
-            tokenizer=self.models.tokenizer,
-            text_encoder=self.models.text_encoder,
-            compiled=self.compiled,
-            graphs=Graphs(self.device, self.graphs),
-        )
+        graphs = Graphs(self.device, self.graphs)
+        return VQRunner(self.models, num_slots, self.precision, compiled=self.compiled, graphs=graphs)
 
     def _hash(self, name: str) -> str:
         if name not in self._hashes:

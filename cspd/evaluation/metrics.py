@@ -643,36 +643,51 @@ def _outputs(batch: Tensor, network: Callable[[Tensor], tuple[Tensor, ...]], pat
     return outputs
 
 
+class Evaluation(NamedTuple):
+    """How images are evaluated.
+
+    Attributes:
+        space: of the features, "inception" or a name in `SPACES`: "digits" (32x32 images), "emoji" (64x64). Without it
+            nothing is measured that needs features.
+        weights: torch-fidelity's file of Inception-v3; by default torch-fidelity downloads it.
+        clip, dinov2: the folders of a CLIP model, for CMMD and for prompts, and of a DINOv2 model. Without CLIP, the
+            CMMD of bundled models' images is by their classifier.
+        device: where features are extracted, "auto", "cpu", "cuda" or "cuda:N".
+    """
+
+    space: str | None = None
+    weights: Path | None = None
+    reference: Reference | None = None
+    clip: Path | None = None
+    dinov2: Path | None = None
+    device: torch.device | str = "auto"
+
+    def extract(self, images: Images | Path) -> Extracted:
+        """What the space's network gives for images, see `extract`."""
+        return extract(images, space=str(self.space), weights=self.weights, device=self.device)
+
+
 def features(images: Images | Path, **how: Any) -> Tensor:
     """The features of `extract`, with its arguments."""
     return extract(images, **how).features
 
 
-def check(
-    height: int,
-    width: int | None = None,
-    *,
-    space: str,
-    weights: Path | None = None,
-    reference: Reference | None = None,
-    clip: Path | None = None,
-    dinov2: Path | None = None,
-    device: torch.device | str = "auto",
-) -> None:
+def check(evaluation: Evaluation, height: int, width: int | None = None) -> None:
     """Raises the errors of `scores_of` for images of this size, by default square, before sampling."""
     blank = ImageList([torch.zeros(3, height, width or height)])
     # a black image meets the same errors as the real ones: wrong sizes, weights, reference
-    if clip is not None:
-        Clip(clip, device).features(blank)
-    if dinov2 is not None:
-        dinov2_features(blank, dinov2, device)
-    extracted = extract(blank, space=space, weights=weights, device=device)
-    if reference is not None:
-        _check_reference(reference, blank, extracted, space)
+    if evaluation.clip is not None:
+        Clip(evaluation.clip, evaluation.device).features(blank)
+    if evaluation.dinov2 is not None:
+        dinov2_features(blank, evaluation.dinov2, evaluation.device)
+    _check_reference(evaluation, blank, evaluation.extract(blank))
 
 
-def _check_reference(reference: Reference, images: Images, extracted: Extracted, space: str) -> None:
+def _check_reference(evaluation: Evaluation, images: Images, extracted: Extracted) -> None:
     """Raises ValueError if a reference has images of another size, or statistics of another number of features."""
+    reference = evaluation.reference
+    if reference is None:
+        return
     if reference.images is not None:
         _, height, width = reference.images[0].shape
         _, own_height, own_width = images[0].shape
@@ -689,20 +704,14 @@ def _check_reference(reference: Reference, images: Images, extracted: Extracted,
         expected = features.shape[1]
         if given != expected:
             raise ValueError(
-                f"{reference.name} has statistics of {given} features, and the {space} space has {expected}: give"
-                " another reference or another space"
+                f"{reference.name} has statistics of {given} features, and the {evaluation.space} space has"
+                f" {expected}: give another reference or another space"
             )
 
 
-def _missing(
-    space: str,
-    num: int,
-    reference: Reference | None,
-    labels: Any,
-    clip: Path | None,
-    dinov2: Path | None,
-) -> dict[str, str]:
+def _missing(evaluation: Evaluation, num: int, labels: Any) -> dict[str, str]:
     """The reason for each missing score, by name."""
+    space, reference = evaluation.space, evaluation.reference
     missing = {}
     of_reference = ("fid", "sfid", *OF_IMAGES)
     for name, least in LEAST.items():
@@ -724,13 +733,13 @@ def _missing(
                 missing[name] = f"{reference.name} has {count} images: {LEAST[name]} are needed"
     if space in SPACES:
         missing["sfid"] = "only Inception has spatial features"
-        if dinov2 is None:
+        if evaluation.dinov2 is None:
             missing["fd_dinov2"] = f"FID is the Frechet distance of the {space} classifier in its place"
     else:
         missing["accuracy"] = "only bundled models' images have a classifier"
-        if clip is None:
+        if evaluation.clip is None:
             missing["cmmd"] = f"no CLIP model was given: give --clip FOLDER with its files; {SOURCE}"
-        if dinov2 is None:
+        if evaluation.dinov2 is None:
             missing["fd_dinov2"] = f"no DINOv2 was given: give --dinov2 FOLDER with its files; {DINOV2_SOURCE}"
     if space in SPACES and labels is None:
         missing["accuracy"] = "the images' classes are not known"
@@ -745,27 +754,17 @@ def _missing(
 
 def scores_of(
     images: Images | Path,
+    evaluation: Evaluation,
     *,
-    space: str,
-    weights: Path | None = None,
-    reference: Reference | None = None,
     labels: Sequence[int] | None = None,
     cycle: int = 1,
-    clip: Path | None = None,
-    dinov2: Path | None = None,
-    device: torch.device | str = "auto",
     extracted: Extracted | None = None,
 ) -> tuple[dict[str, Score], dict[str, str]]:
     """The scores in `PANEL` that images have, and the reasons for missing ones, by name.
 
     Args:
         images: a data set of uint8 [3, H, W], such as `ImageList`, or a folder of them, or an .npz in ADM's layout.
-        space: "inception", or a name in `SPACES`: "digits" (32x32 images), "emoji" (64x64).
-        weights: torch-fidelity's file of Inception-v3; by default torch-fidelity downloads it.
         labels: the images' classes, for "accuracy". cycle: image i has class i modulo `cycle`; 1 if it has not.
-        clip, dinov2: the folders of a CLIP model, for CMMD, and of a DINOv2 model. Without CLIP, the CMMD of bundled
-            models' images is by their classifier.
-        device: where features are extracted, "auto", "cpu", "cuda" or "cuda:N".
         extracted: the result of `extract` for these images.
 
     Raises:
@@ -774,20 +773,18 @@ def scores_of(
     images = images if isinstance(images, Dataset) else images_in(Path(images))
     if labels is not None and len(labels) != len(images):
         raise ValueError(f"{len(images)} images and {len(labels)} labels: give one label for each image")
-    missing = _missing(space, len(images), reference, labels, clip, dinov2)
-    how: dict[str, Any] = {"space": space, "weights": weights, "device": device}
-    extracted = extracted or extract(images, **how)
-    if reference is not None:
-        _check_reference(reference, images, extracted, space)
+    missing = _missing(evaluation, len(images), labels)
+    extracted = extracted or evaluation.extract(images)
+    _check_reference(evaluation, images, extracted)
     part = parts_of(len(images), cycle)
-    theirs = _of_reference(reference, missing, how)
-    scores = of_features(extracted, set(PANEL) - set(missing), reference, labels, part, theirs)
+    theirs = _of_reference(evaluation, missing)
+    scores = of_features(extracted, set(PANEL) - set(missing), evaluation.reference, labels, part, theirs)
     if theirs is not None:
-        scores |= _of_networks(images, reference, extracted, theirs, missing, clip, dinov2, device, part)
+        scores |= _of_networks(images, evaluation, extracted, theirs, missing, part)
     return scores, missing
 
 
-def measure(images: Images | Path, **how: Any) -> dict:
+def measure(images: Images | Path, evaluation: Evaluation, **known: Any) -> dict:
     """The scores of images as plain values; arguments and errors as of `scores_of`.
 
     Returns:
@@ -796,12 +793,13 @@ def measure(images: Images | Path, **how: Any) -> dict:
         images with which that is 5 % of the score; "missing", the reasons for None, by name.
     """
     images = images if isinstance(images, Dataset) else images_in(Path(images))
-    scores, missing = scores_of(images, **how)
+    scores, missing = scores_of(images, evaluation, **known)
     return {"num": len(images), **told(scores, len(images)), "missing": missing}
 
 
-def _of_reference(reference: Reference | None, missing: Mapping[str, str], how: dict) -> Extracted | None:
+def _of_reference(evaluation: Evaluation, missing: Mapping[str, str]) -> Extracted | None:
     """The features of the reference's images, or None if no score needs them."""
+    reference = evaluation.reference
     if reference is None or reference.images is None:
         return None
     needed = set(OF_IMAGES) - {"cmmd", "fd_dinov2"}
@@ -810,30 +808,29 @@ def _of_reference(reference: Reference | None, missing: Mapping[str, str], how: 
     if not needed - set(missing):
         return None
     with progress_bar(total=len(reference.images), desc="measuring the reference", unit=" image", delay=2) as bar:
-        return extract(Watched(reference.images, bar), **how)
+        return evaluation.extract(Watched(reference.images, bar))
 
 
 def _of_networks(
     images: Images,
-    reference: Any,
+    evaluation: Evaluation,
     extracted: Extracted,
     theirs: Extracted,
     missing: Mapping[str, str],
-    clip: Path | None,
-    dinov2: Any,
-    device: torch.device | str,
     part: Tensor | None,
 ) -> dict[str, Score]:
     """CMMD and FD-DINOv2, which have networks of their own, unless they are missing."""
+    reference: Any = evaluation.reference
+    dinov2: Any = evaluation.dinov2
     scores = {}
     if "cmmd" not in missing:
         sides = extracted.features, theirs.features
-        if clip is not None:
-            model = Clip(clip, device)
+        if evaluation.clip is not None:
+            model = Clip(evaluation.clip, evaluation.device)
             sides = model.features(images), model.features(reference.images)
         scores["cmmd"] = discrepancy(*sides, gaussian, part)
     if "fd_dinov2" not in missing:
-        ours, of_reference = (dinov2_features(each, dinov2, device) for each in (images, reference.images))
+        ours, of_reference = (dinov2_features(each, dinov2, evaluation.device) for each in (images, reference.images))
         scores["fd_dinov2"] = frechet(ours, statistics_of(of_reference), part)
     return scores
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -356,25 +356,29 @@ AUDITED = 100  # images for each one whose tokens are audited, if the method has
 RARELY = 30  # seconds between looks at an object store; a folder is looked at every second
 
 
+class Task(NamedTuple):
+    """What a run samples.
+
+    Attributes:
+        request: the settings of all images.
+        subjects: classes or prompts, cycled: image i has subjects[i % len(subjects)].
+        settings: everything else that the images depend on, as plain values.
+    """
+
+    engine: Engine
+    request: Request
+    subjects: Sequence[Subject]
+    settings: dict
+
+
 def sample_shards(
-    engine: Engine,
-    request: Request,
-    subjects: Sequence[Subject],
-    num: int,
-    store: Store,
-    settings: dict,
-    part: Part = WHOLE,
-    *,
-    overwrite: bool = False,
-    progress: bool = True,
+    task: Task, num: int, store: Store, part: Part = WHOLE, *, overwrite: bool = False
 ) -> tuple[Shards, dict | None]:
     """Samples the images of a part of a run that its folder lacks; returns all shards and a summary.
 
-    Image i has the class or prompt subjects[i % len(subjects)] and the seed request.seed + i, whatever the number of
-    parts.
+    Image i of `num` has the seed task.request.seed + i, whatever the number of parts.
 
     Args:
-        request: the settings of all images. settings: everything else that the images depend on, as plain values.
         store: the folder, see `shards_store`. A whole run holds it until the store's `with` block ends.
         overwrite: remove another run from the folder, once all settings are checked; of a whole run only.
 
@@ -389,36 +393,33 @@ def sample_shards(
         raise ValueError("--overwrite would remove images of other parts: remove the folder, or give another --out")
     shared = part.count > 1
     try:
-        shards = plan(engine, request, subjects, num, store, settings, overwrite=overwrite, shared=shared)
+        shards = plan(task, num, store, overwrite=overwrite, shared=shared)
     except InUse:
         shards = Shards(store.folder, num)
         if not shared or shards.num_written() < num:
             raise
         return shards, None
-    missing = shards.missing(engine.runner.image_size, range(part.index, shards.count, part.count))
+    missing = shards.missing(task.engine.runner.image_size, range(part.index, shards.count, part.count))
     if shared:
         # no other part writes these
         store.remove_temporary({shards.name(shard) for shard in missing})
     existing = shards.num_written()
     start = time.perf_counter()
-    with _Progress(shards, progress and len(missing) > 0) as bar:
-        audited = generate(engine, shards, missing, shards.write, bar)
+    with _Progress(shards, len(missing) > 0) as bar:
+        audited = generate(task.engine, shards, missing, shards.write, bar)
     seconds = time.perf_counter() - start
     written = shards.num_written()
     if written < num:
         return shards, None
     summary = summary_of(list(shards.stats()), written - existing, seconds)
     num_made = sum(len(shards.indices(shard)) for shard in missing)
-    return shards, summary | audit(engine, audited, num_made) | {"processes": part.count}
+    return shards, summary | audit(task.engine, audited, num_made) | {"processes": part.count}
 
 
 def plan(
-    engine: Engine,
-    request: Request,
-    subjects: Sequence[Subject],
+    task: Task,
     num: int,
     store: Store | None,
-    settings: dict,
     *,
     seeds: Sequence[int] | None = None,
     overwrite: bool = False,
@@ -426,9 +427,10 @@ def plan(
 ) -> Shards:
     """Claims the folder and writes the manifest, or takes the one of an earlier run or, if `shared`, another process.
 
-    Without a store the shards have a manifest, and no folder. `seeds`: of the images, in place of request.seed + i.
+    Without a store the shards have a manifest, and no folder. `seeds`: of the images, if they are not consecutive.
     Other arguments and errors as in `sample_shards`.
     """
+    engine, request, subjects, settings = task
     for subject in dict.fromkeys(subjects):
         engine.check(asking_for(request, subject))
     largest = max(seeds) if seeds else request.seed + num - 1

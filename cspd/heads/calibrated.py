@@ -442,9 +442,7 @@ class Shortcut:
 
 def fit_shortcut(
     head: Head,
-    seen: Trace,
-    choosing: Trace,
-    reported: Trace,
+    traces: tuple[Trace, Trace, Trace],
     s: Schedule,
     predictor: Predictor,
     steps: tuple[int, ...],
@@ -459,10 +457,10 @@ def fit_shortcut(
     corrections are used only if they bring other tokens nearer to the full chain's.
 
     Args:
-        seen, choosing, reported: the traces that corrections are fitted to, kept or dropped by, and measured on; on the
-            head's device. steps: S. advance: called with each share of the work, 1 in all. The others are as in
-            `make_segments`.
+        traces: those that corrections are fitted to, kept or dropped by, and measured on; on the head's device.
+        steps: S. advance: called with each share of the work, 1 in all. The others are as in `make_segments`.
     """
+    seen, choosing, reported = traces
     device = seen.x.device
     corrections = np.zeros((len(steps), 2), np.float32)
     segments = make_segments(steps, s, predictor, corrections, null_every, device)

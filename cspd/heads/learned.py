@@ -191,5 +191,5 @@ class Learned:
 
     def _fit_shortcut(self, predictor: Predictor, steps: tuple[int, ...], null_every: int) -> Shortcut:
         seen, choosing, reported = (joined(part).to(self.precision.device) for part in self._parts)
-        parts = seen, choosing, reported, self.s
-        return fit_shortcut(self.head, *parts, predictor, steps, null_every, self.precision)
+        traces = seen, choosing, reported
+        return fit_shortcut(self.head, traces, self.s, predictor, steps, null_every, self.precision)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cspd.device import Precision, on_device
+from cspd.heads.calibrated import Predictor
 from cspd.heads.calibration import Trace
 from cspd.heads.chain import Schedule, chain_steps, modulated
 from cspd.heads.net import evaluate, steering
@@ -62,8 +63,7 @@ def of_calls(
     chains: Trace,
     z: Tensor,
     s: Schedule,
-    coefficients: np.ndarray,
-    drift: np.ndarray,
+    predictor: Predictor,
     calls: Mapping[int, bool],
     precision: Precision,
     corrections: np.ndarray | None = None,
@@ -71,7 +71,7 @@ def of_calls(
     """The divergence [N], nats, of `calibrated` chains: their head calls are at the exact chains' states.
 
     Args:
-        chains, z, s: as in `of_conditions`. coefficients, drift: of the predictions, as in `Calibration`.
+        chains, z, s: as in `of_conditions`. predictor: of the head's outputs between the calls.
         calls: the steps of the head calls, from T - 1 down to 0, and whether each evaluates the unconditional branch.
         corrections: as in `cspd.heads.calibrated.Shortcut`.
     """
@@ -83,9 +83,9 @@ def of_calls(
         for k in range(a, b, -1):
             eps, v = eps_a, v_a
             if k < a:
-                c0, c1, c2 = coefficients[k, a - k - 1].tolist()
+                c0, c1, c2 = predictor.coefficients[k, a - k - 1].tolist()
                 eps = c0 * chains.x[k] + c1 * eps_a + c2 * x_a
-                v = v_a + float(drift[k, a - k - 1])
+                v = v_a + float(predictor.drift[k, a - k - 1])
             p = gaussian(s, k, chains.x[k], chains.eps[k], chains.v[k], chains.temperature)
             mean, log_sigma = gaussian(s, k, chains.x[k], eps, v, chains.temperature)
             if corrections is not None and k == b + 1:

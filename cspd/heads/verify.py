@@ -399,6 +399,13 @@ class Lookup(NamedTuple):
     lags: Tensor
     fixed: bool
 
+    def at(self, steps_left: Tensor) -> tuple[Columns, Tensor, Tensor]:
+        """The columns of R windows, the steps that each decides at most, and the last of these, int64 [R]."""
+        widths = [3 + len(self.lags)] + [1] * NUM_SCALARS
+        columns = Columns(*self.draft.index_select(0, steps_left).split_with_sizes(widths, dim=-1))
+        max_decided, max_last = self.limits.index_select(0, steps_left).unbind(1)
+        return columns, max_decided, max_last
+
 
 def lookup(table: Tensor, fixed: bool = False) -> Lookup:
     """The `Lookup` of a `draft_table`; others as there."""
@@ -511,13 +518,29 @@ def accept(log_ratio: Tensor, log_uniform: Tensor) -> Tensor:
     return (log_uniform < log_ratio).cumprod(1).sum(1)
 
 
-def gather_last(values: list[Tensor], at: Tensor) -> Tensor:
-    """The values [R, W, ..] of one step of every window, side by side [R, n]; at: int64 [R], flat index of the step.
+def draws_at(draws: Tensor, step_indices: Tensor) -> tuple[Tensor, Tensor]:
+    """eps_t [R, W, d] and the log of a uniform draw [R, W] of steps, int64 [R, W], flat indices into `move`'s draws."""
+    own = draws.flatten(0, 1).index_select(0, step_indices.view(-1)).unflatten(0, step_indices.shape)
+    return own[..., :-1], own[..., -1]
+
+
+def gather_last(states: list[Tensor], log_uniform: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """Of one step of every window, n states [R, W, d] side by side [R, n, d], and log_uniform [R].
 
     One gather of concatenated values needs seven kernel launches less than nine gathers. In small batches the launches
     are most of a pass's time.
+
+    Args:
+        at: int64 [R], flat index of the step.
     """
-    return torch.cat(values, dim=-1).flatten(0, 1).index_select(0, at)
+    gathered = torch.cat([*states, log_uniform.unsqueeze(-1)], dim=-1).flatten(0, 1).index_select(0, at)
+    return gathered[:, :-1].unflatten(1, (len(states), -1)), gathered[:, -1]
+
+
+def traced_log_sigma(lookup: Lookup, log_sigma_p: Tensor, decided: Tensor, left: Tensor) -> Tensor:
+    """`Moved.log_sigma`, [R]."""
+    traced = lookup.lags <= torch.minimum(decided, left - 1).unsqueeze(1)
+    return torch.where(traced, log_sigma_p.sum(-1), 0).sum(1)
 
 
 def move(
@@ -538,62 +561,47 @@ def move(
     Args:
         draws: [C, T, d + 1], eps_t and the log of a uniform draw for the steps of C slots.
         modulations: of the head, as a table or as their inputs.
-        end_indices: int64 [R, W], T slot - w for w = 1 .. W. With `left` added, they are the indices of the window's
-            steps left - 1, left - 2, .. in the flat list of all slots' steps, [C T].
+        end_indices: int64 [R, W], T slot - w for w = 1 .. W. With `left` added: flat indices of steps left - w, [C T].
         row_starts: int64 [R], W r: the index of each window's first step in the flat list of all windows' steps, [R W].
         scale: guidance [R, 1, G - 1]. state, left, phase: as in `Moved`. trace_sigma: whether to sum log sigma_p.
     """
-    window = len(lookup.lags)
-    num_chains, _, channels = state.shape
     moving = left > phase  # MOVING, with steps left
 
     # look up the values of each window's steps; those beyond step 0 belong to another slot and are not used
-    steps_left = left * moving
-    widths = [3 + window] + [1] * NUM_SCALARS
-    columns = Columns(*lookup.draft.index_select(0, steps_left).split_with_sizes(widths, dim=-1))
-    max_decided, max_last = lookup.limits.index_select(0, steps_left).unbind(1)
+    columns, max_decided, max_last = lookup.at(left * moving)
     step_indices = end_indices + left.unsqueeze(1)
-    own_draws = draws.view(-1, channels + 1).index_select(0, step_indices.view(-1))
-    eps_t, log_uniform = own_draws.view(num_chains, window, -1).split_with_sizes([channels, 1], dim=-1)
+    eps_t, log_uniform = draws_at(draws, step_indices)
     layers = modulations.layers_at(head, fill(step_indices.view(-1, 1)).view(-1))
 
     # 1. draft y_w ~ q_w
     y, q = draft(columns, state, eps_t)
 
     # 2. verify: the head's output at the state before y_w gives p_w
-    x_t = state[:, :1]
-    inputs = torch.cat([x_t, y[:, :-1]], dim=1)
+    inputs = torch.cat([state[:, :1], y[:, :-1]], dim=1)
     eps, v, p = verify(head, columns, inputs, layers, scale)
 
     # 3. accept while u < p_w(y_w) / q_w(y_w): the accepted prefix and the first rejected step are decided
-    num_accepted = accept(ratios(y, p, q, eps_t), log_uniform.squeeze(-1))
+    num_accepted = accept(ratios(y, p, q, eps_t), log_uniform)
     rejected = num_accepted < max_decided
     last = torch.minimum(num_accepted, max_last)  # index of the last decided step in the window
     decided = last + moving  # 0 for a chain that stands still: with no steps left, `last` is 0
 
     # 4. resample the last decided state from norm(max(0, p - q)), if it was rejected
-    gathered = gather_last([eps, inputs, v, *p, *q, y, log_uniform], row_starts + last)
-    anchor_p_q, y_last, log_uniform_last = gathered.split([7 * channels, channels, 1], dim=1)
-    anchor_p_q = anchor_p_q.unflatten(1, (7, channels))
-    mean_p, log_sigma_p, mean_q, log_sigma_q = anchor_p_q[:, 3:].unbind(1)
-    p_last, q_last = (mean_p, log_sigma_p), (mean_q, log_sigma_q)
-    resampled, lost = resample(y_last, log_uniform_last.squeeze(-1), p_last, q_last)
+    anchor_p_q_y, log_uniform_last = gather_last([eps, inputs, v, *p, *q, y], log_uniform, row_starts + last)
+    mean_p, log_sigma_p, mean_q, log_sigma_q, y_last = anchor_p_q_y[:, 3:].unbind(1)
+    resampled, lost = resample(y_last, log_uniform_last, (mean_p, log_sigma_p), (mean_q, log_sigma_q))
     unresolved = torch.zeros_like(rejected) if lookup.fixed else rejected & lost
 
     # 5. go on from there; after step 0, p's mean is the token
     x = torch.where(rejected.unsqueeze(-1), resampled, y_last)
-    moved = torch.cat([x.unsqueeze(1), anchor_p_q], dim=1)
-    log_sigma = None
-    if trace_sigma:
-        traced = lookup.lags <= torch.minimum(decided, left - 1).unsqueeze(1)
-        log_sigma = torch.where(traced, p[1].sum(-1), 0).sum(1)
+    moved = torch.cat([x.unsqueeze(1), anchor_p_q_y[:, :7]], dim=1)
     return Moved(
         state=torch.where(moving.view(-1, 1, 1), moved, state),
         left=left - decided,
         phase=torch.add(phase, unresolved, alpha=UNRESOLVED),  # from MOVING, which is 0
         step_index=step_indices[:, 0],
         record=torch.addcmul(decided, decided, rejected, value=-2),  # negative if the last step was rejected
-        log_sigma=log_sigma,
+        log_sigma=traced_log_sigma(lookup, p[1], decided, left) if trace_sigma else None,
     )
 
 

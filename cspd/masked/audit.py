@@ -89,7 +89,7 @@ def audit_images(runner: MARRunner, requests: Several[Request], tokens: Tensor, 
     of_run = functools.partial(divergence_of, runner.tuning.calibrations["target"], request)
 
     def replay(of: Several[Request], first: int) -> Replay:
-        model_runner = MARRunner(runner.target, len(of), runner.device, runner.precision)
+        model_runner = MARRunner(runner.target, len(of), runner.precision)
         return Replay(model_runner, of, tokens[first : first + len(of)])
 
     parts = []

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from cspd.continuous.rows import Conditions, Rows, full_conditions
 from cspd.device import check_fits, send_integers
 from cspd.masked.orders import num_rounds, timetable
-from cspd.masked.runner import MARRunner
+from cspd.masked.runner import MARRunner, ModelInputs
 from cspd.method import Part
 from cspd.option import Option
 from cspd.request import Request, Sequence
@@ -116,10 +116,8 @@ def refresh(
     model: MAR,
     cache: Cache,
     slots: Tensor,
-    tokens: Tensor,
-    order: Tensor,
+    inputs: ModelInputs,
     num_known: Several[int] | Tensor,
-    class_embedding: Tensor,
     positions: Tensor,
     padded: int | None = None,
 ) -> Tensor:
@@ -127,7 +125,7 @@ def refresh(
 
     Args:
         slots: int64 [S], of the first S of the B sequences; the others are not cached.
-        tokens, order, num_known, class_embedding, positions, padded: as in `MAR.forward`.
+        num_known, positions, padded: as in `MAR.forward`.
 
     Returns:
         The last block's output [B, M, D] at the positions, from which `MAR.condition` computes z.
@@ -135,8 +133,8 @@ def refresh(
     buffer = model.config.buffer_size
     num_cached = len(slots)
 
-    known, is_known = model.known(order, num_known, padded)
-    x = model.embed(tokens, known, is_known, class_embedding)
+    known, is_known = model.known(inputs.order, num_known, padded)
+    x = model.embed(inputs.tokens, known, is_known, inputs.class_embedding)
     mask = model.attention_mask(F.pad(is_known, (buffer, 0), value=True))
     zero = cache.encoder.new_zeros(())  # a Python number would be copied to the device
     update: Any = None  # a tensor from the first block on
@@ -176,17 +174,15 @@ def lazy(
     model: MAR,
     cache: Cache,
     slots: Tensor,
-    tokens: Tensor,
-    order: Tensor,
+    inputs: ModelInputs,
     counts: Several[Several[int]] | Tensor,
-    class_embedding: Tensor,
     most: Counts | None = None,
     select: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Evaluates new tokens and the selected positions, over the cache, and updates the cache.
 
     Args:
-        slots: int64 [B], all different. tokens, order, class_embedding: as in `MAR.forward`.
+        slots: int64 [B], all different.
         counts: four numbers of each sequence, on the CPU, or int64 [B, 4] together with `most`: committed tokens; the
             last of them that were not committed at the last evaluation; the tokens after them to predict; and the other
             positions that all of the decoder computes, the new tokens among them.
@@ -198,22 +194,14 @@ def lazy(
     """
     if most is None:
         most = Counts(*map(max, zip(*counts)))
-    num = Counts(*torch.as_tensor(counts, device=order.device).unbind(1))
-    new_entries = _encode_new(model, cache, slots, tokens, order, num, most, class_embedding)
-    return _decode_selected(model, cache, slots, order, num, most, new_entries, select)
+    num = Counts(*torch.as_tensor(counts, device=inputs.order.device).unbind(1))
+    new_entries = _encode_new(model, cache, slots, inputs, num, most)
+    return _decode_selected(model, cache, slots, inputs.order, num, most, new_entries, select)
 
 
-def _encode_new(
-    model: MAR,
-    cache: Cache,
-    slots: Tensor,
-    tokens: Tensor,
-    order: Tensor,
-    num: Counts,
-    most: Counts,
-    class_embedding: Tensor,
-) -> Tensor:
+def _encode_new(model: MAR, cache: Cache, slots: Tensor, inputs: ModelInputs, num: Counts, most: Counts) -> Tensor:
     """Encodes buffer and new tokens over all committed ones; returns the new tokens' entries [B, M] in the decoder."""
+    tokens, order, class_embedding = inputs
     buffer = model.config.buffer_size
     padding = cache.inputs.shape[1] - 1  # the entry that padding is written to
     first_new = num.committed - num.new
@@ -558,17 +546,15 @@ def _refresh_slots(
             refresh.
     """
     slots, committed, num_ahead = numbers
-    tokens, order, embedding = runner.inputs("target", slots, num_branches)
+    inputs = runner.inputs("target", slots, num_branches)
     positions, is_padding = stretch(runner.order[slots], committed, num_ahead, most)
     with runner.precision.fast():
         x = refresh(
             runner.precision.prepare(runner.target),
             caches.cache,
             caches.slots(slots),
-            tokens,
-            order,
+            inputs,
             committed.repeat(num_branches),
-            embedding,
             positions.repeat(num_branches, 1),
             padded,
         )
@@ -606,10 +592,10 @@ def _lazy_slots(runner: MARRunner, caches: Caches, most: Counts, select: str | N
     num_branches = caches.num_branches
     slots, *each = numbers
     counts = torch.stack(each, dim=1).repeat(num_branches, 1)
-    tokens, order, embedding = runner.inputs("target", slots, num_branches)
+    inputs = runner.inputs("target", slots, num_branches)
     model = runner.precision.prepare(runner.target)
     with runner.precision.fast():
-        x, positions = lazy(model, caches.cache, caches.slots(slots), tokens, order, counts, embedding, most, select)
+        x, positions = lazy(model, caches.cache, caches.slots(slots), inputs, counts, most, select)
     x = x.unflatten(0, (num_branches, -1))
     positions = positions[: len(slots)]  # the same in each branch
     if caches.distance is not None:

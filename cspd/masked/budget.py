@@ -66,7 +66,7 @@ class Planner(HeadTuner):
         model = self.target
         requests = exact_requests(request, model.config.seq_len, model.config.class_num)
         predictor = self.calibrations["target"].predictor(request)
-        replay = Replay(MARRunner(model, len(requests), self.device, self.precision), requests)
+        replay = Replay(MARRunner(model, len(requests), self.precision), requests)
         s = model.head.schedule(request.num_sampling_steps)
         what = f"pricing fewer head calls and cached backbones at num_iter={request.num_iter}, for the first time"
         with counting(what, 1) as advance:
@@ -86,7 +86,7 @@ class Planner(HeadTuner):
 
     def _time_rounds(self, request: Request, num_slots: int) -> Times:
         graphs = Graphs(self.device, self.graphs)
-        runner = MARRunner(self.target, num_slots, self.device, self.precision, graphs=graphs, compiled=self.compiled)
+        runner = MARRunner(self.target, num_slots, self.precision, graphs=graphs, compiled=self.compiled)
         requests = [request.but(seed=slot, method="ar", reuse_null=True) for slot in range(num_slots)]
         return time_rounds(Replay(runner, requests), self.calibrations["target"].predictor(request))
 
@@ -138,7 +138,7 @@ class Planner(HeadTuner):
     def _measure_plan(self, request: Request, plan: BudgetPlan) -> Price:
         images = self._other_images(request)
         requests = [own.but(**{**plan.settings, "denoiser": None}) for own in images.requests]
-        runner = MARRunner(self.target, len(requests), self.device, self.precision)
+        runner = MARRunner(self.target, len(requests), self.precision)
         z = conditions_of(Replay(runner, requests, images.tokens), range(request.num_iter))
         nats = divergence_of(self.calibrations["target"], request.but(**plan.settings), images.chains, z)
         return price_of(nats, images.chains.image)
@@ -149,7 +149,7 @@ class Planner(HeadTuner):
         if self._others is None or self._others[0] != settings:
             requests = exact_requests(request, config.seq_len, config.class_num)
             requests = [own.but(seed=own.seed + len(requests)) for own in requests]
-            exact = Replay(MARRunner(self.target, len(requests), self.device, self.precision), requests)
+            exact = Replay(MARRunner(self.target, len(requests), self.precision), requests)
             with counting("sampling exact images to price a plan on", 1) as advance:
                 chains = joined(exact.chains(range(request.num_iter), commit=True, advance=advance))
             self._others = settings, ExactImages(requests, exact.runner.tokens, chains.to(self.device))

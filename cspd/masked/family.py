@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import torch
-
 from cspd.continuous.denoisers import DENOISERS, of_kind
 from cspd.continuous.sampling import Axis, Point, method_of
 from cspd.continuous.tuning import WINDOW_CANDIDATES
@@ -211,7 +209,6 @@ class MARModels:
     def runner(
         self,
         num_slots: int,
-        device: torch.device,
         precision: Precision,
         noise: types.ModuleType,
         *,
@@ -230,22 +227,15 @@ class MARModels:
             ValueError: memory is too small.
         """
         copied_bytes = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft))
-        check_memory(self.target, num_slots, usual_tokens(self.target), device, copied_bytes)
-        with_graphs = graphs is not None and graphs.enabled
-        folder = cache or self.calibrations
-        tuning = budget.Planner(self.target, self.draft, device, precision, compiled, with_graphs, folder, MARRunner)
-        return MARRunner(
-            self.target,
-            num_slots,
-            device,
-            precision,
-            noise,
-            draft=self.draft,
-            vae=self.vae,
-            tuning=tuning,
-            graphs=graphs,
-            compiled=compiled,
+        check_memory(self.target, num_slots, usual_tokens(self.target), precision.device, copied_bytes)
+        runner = MARRunner(
+            self.target, num_slots, precision, noise, draft=self.draft, vae=self.vae, graphs=graphs, compiled=compiled
         )
+        folder = cache or self.calibrations
+        runner.tuning = budget.Planner(
+            self.target, self.draft, precision, compiled, runner.graphs.enabled, folder, MARRunner
+        )
+        return runner
 
     def check(self) -> None:
         """Raises ValueError if the draft model or the autoencoder has other tokens than the target."""

@@ -74,11 +74,10 @@ def _price_calls(
     some = chains.to(runner.device).some(len(chains.image) // 2)
     numbers = [number for number in HEAD_CALLS if number < len(s)] or [len(s)]
     pairs = list(itertools.product(numbers, NULL_EVERY if len(chains.z) == 2 else (1,)))
-    predicted = predictor.coefficients, predictor.drift
     prices = []
     for number, null_every in pairs:
         calls = calls_of(plan_of(predictor.skip_cost, number).steps, null_every)
-        nats = of_calls(runner.target.head, some, some.z, s, *predicted, calls, runner.precision)
+        nats = of_calls(runner.target.head, some, some.z, s, predictor, calls, runner.precision)
         prices.append(price_of(nats, some.image))
         advance(0.25 / len(pairs))
     return pairs, np.array(prices, np.float32)
@@ -159,5 +158,4 @@ def divergence_of(calibrations: Calibrations, request: Request, chains: Trace, z
     if request.corrected is not False:
         corrections = calibrations.shortcut(request).corrections
     predictor, calls = calibrations.predictor(request), calls_of(steps, request.null_every)
-    predicted = predictor.coefficients, predictor.drift
-    return of_calls(head, chains, z, s, *predicted, calls, precision, corrections)
+    return of_calls(head, chains, z, s, predictor, calls, precision, corrections)

@@ -7,7 +7,7 @@ import types
 from collections import defaultdict
 from collections.abc import Hashable, MutableMapping
 from collections.abc import Sequence as Several
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -69,18 +69,26 @@ def check_memory(target: MAR, max_batch: int, tokens: int, device: torch.device,
     check_fits(bytes_per_slot(target, tokens), max_batch, what, fix, device, copied_bytes)
 
 
+class ModelInputs(NamedTuple):
+    """Sequences as the transformer's inputs, see `MAR.forward`."""
+
+    tokens: Tensor
+    order: Tensor
+    class_embedding: Tensor
+
+
 class MARRunner:
     """Owns MAR's models and the slots of running sequences; computes the conditions z of the tokens to predict.
 
     Args:
-        target: the model. num_slots: sequences in flight at most. device, precision: where and how it computes.
+        target: the model. num_slots: sequences in flight at most. precision: how it computes, and where.
         noise: the source of randomness: a namespace with the functions of `cspd.noise`.
         draft: a smaller model of the same tokens. vae: their autoencoder, for images.
-        tuning: a `cspd.continuous.tuning.HeadTuner`, for methods that speculate in the head.
         graphs: captures and replays work of fixed shape; by default nothing is captured.
         compiled: whether the full backbone and denoising steps run through torch.compile.
 
     Attributes:
+        tuning: a `cspd.continuous.tuning.HeadTuner`, for methods that speculate in the head.
         tokens: float32 [slots, L, d]. order: int64 [slots, L], positions in generation order.
         label: int64 [slots], classes; the number of classes for unconditional images.
         token_cost: float32 [slots, L], the cost of each token, for heat maps; each method defines its meaning.
@@ -91,25 +99,24 @@ class MARRunner:
 
     family = "MAR"
     in_raster_order = False
+    tuning: Any = None  # `MARModels.runner` sets it
 
     def __init__(
         self,
         target: MAR,
         num_slots: int,
-        device: torch.device,
         precision: Precision,
         noise: types.ModuleType = philox_noise,
         *,
         draft: MAR | None = None,
         vae: AutoencoderKL | None = None,
-        tuning: Any = None,
         graphs: Graphs | None = None,
         compiled: bool = False,
     ) -> None:
+        device = precision.device
         self.target = target
         self.models: dict[str, Any] = {"target": target, "draft": draft}
         self.vae = vae
-        self.tuning = tuning
         self.device, self.precision, self.noise = device, precision, noise
         self.graphs = graphs or Graphs(device, enabled=False)
         self.compiled = compiled
@@ -136,10 +143,6 @@ class MARRunner:
         self.audit = torch.zeros(shape, device=device)
         self.caches: MutableMapping[Hashable, Any] = WeakValueDictionary()
         self._posterior = remembered(self._encode)  # one image is often given for many seeds
-
-    def adopt(self, other: MARRunner) -> None:
-        """Takes over the tuning of another model runner of the same models."""
-        self.tuning = other.tuning
 
     def complete(self, request: Request, method: Method) -> Request:
         """The request with the target's and the method's defaults filled in.
@@ -344,15 +347,15 @@ class MARRunner:
             z = backbone(tokens, order, committed, embedding, positions, padded).float()
         return z.unflatten(0, (num_branches, len(slots)))
 
-    def inputs(self, model: str, slots: Tensor, num_branches: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(tokens, order, class embedding) of slots [B], repeated for each branch, the unconditional branch second."""
+    def inputs(self, model: str, slots: Tensor, num_branches: int) -> ModelInputs:
+        """The inputs of slots [B], repeated for each branch, the unconditional branch second."""
         embedding = self.classes[model][self.label[slots]]
         if num_branches == 2:
             unconditional = self.models[model].fake_latent.expand_as(embedding)
             embedding = torch.cat([embedding, unconditional])
         tokens = self.tokens[slots].repeat(num_branches, 1, 1)
         order = self.order[slots].repeat(num_branches, 1)
-        return tokens, order, embedding
+        return ModelInputs(tokens, order, embedding)
 
     def num_masked(self, request: Request) -> np.ndarray:
         """The number of masked tokens after each iteration of a resolved request, int64 [num_iter]."""

@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from cspd.evaluation.images import ImageList
-from cspd.evaluation.metrics import SPACES, features, load_reference, scores_of
+from cspd.evaluation.metrics import SPACES, Evaluation, features, load_reference, scores_of
 from cspd.evaluation.scores import manifold, statistics_of
 from cspd.pixels import to_pil
 
@@ -63,7 +63,7 @@ def main() -> None:
     reference = load_reference(SPACES["digits"].reference)
 
     def values(of: list[Tensor], against=reference) -> dict[str, float]:
-        scores, _ = scores_of(ImageList(of), space="digits", reference=against)
+        scores, _ = scores_of(ImageList(of), Evaluation("digits", reference=against))
         return {name: scores[name].value for name in NAMES}
 
     usual = values(images)

@@ -103,7 +103,7 @@ def test_an_image_does_not_depend_on_its_batch(engine, method):
 
 def test_equal_tokens_are_equal_images_in_every_batch(golden):
     """To the last bit; each alone, and after four others."""
-    runner = CausalRunner(golden.model, 5, torch.device("cpu"), FP32, vae=golden.vae)
+    runner = CausalRunner(golden.model, 5, FP32, vae=golden.vae)
     config = golden.model.config
     normals = torch.randn(5, config.seq_len, config.token_dim, generator=torch.Generator().manual_seed(0))
     tokens = golden.model.finish(normals)

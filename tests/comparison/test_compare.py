@@ -20,11 +20,11 @@ from cspd import VQModels, method
 from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
 from cspd.comparison import report as comparison_report
-from cspd.comparison.compare import Evaluation, _add_verdicts, expected_speed_up, speed_of
+from cspd.comparison.compare import _add_verdicts, expected_speed_up, speed_of
 from cspd.comparison.study import COSTS, Chunk, Configuration, configurations, named_entries
 from cspd.continuous.rows import run_plain_round
 from cspd.evaluation import metrics
-from cspd.evaluation.metrics import SPACES, ClassifierExtractor, load_classifier, load_reference
+from cspd.evaluation.metrics import SPACES, ClassifierExtractor, Evaluation, load_classifier, load_reference
 from cspd.evaluation.scores import NORMAL, Score, around, energy_test, holm, wilson
 from cspd.pixels import to_pil
 
@@ -327,9 +327,7 @@ def test_features_are_taken_once(digits, tmp_path, monkeypatch):
     for row, made in zip(report["rows"], images):
         data = metrics.ImageList(torch.from_numpy(made).permute(0, 3, 1, 2))
         # from images, by torch-fidelity; errors are by the cycles through the classes
-        measured = metrics.measure(
-            data, labels=[i % 5 for i in range(20)], cycle=5, space="digits", reference=reference
-        )
+        measured = metrics.measure(data, evaluation, labels=[i % 5 for i in range(20)], cycle=5)
         assert measured["kid"] is not None and 0 <= row["fid_ci95"][0] < row["fid"] < row["fid_ci95"][1]
         for name in ("fid", "inception_score", "accuracy"):
             assert row[name] == pytest.approx(measured[name], rel=1e-4)

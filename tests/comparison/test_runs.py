@@ -173,7 +173,7 @@ def test_a_kind_of_draft_and_a_draft_models_file_are_different_settings(digits, 
         request = cspd.Request(0, method="mar-draft", chains="speculative", window=2, draft=draft, **quick)
         row = Configuration("a", request, digits, files={"draft": {"file": "draft.safetensors"}})
         with study.comparison_store(tmp_path) as store:
-            with study.taking_turns([row], [0], [1], 0, store, progress=False) as turns:
+            with study.taking_turns(study.Comparison([row], [0], 0), [1], store, progress=False) as turns:
                 turns.make(1)
 
     again("frozen")
@@ -223,7 +223,7 @@ def test_a_turn_ends_with_each_rung(digits, tmp_path):
     rows = [Configuration(name, cspd.Request(0, **QUICK), small) for name in "abc"]
     with (
         study.comparison_store(tmp_path) as store,
-        study.taking_turns(rows, [0], [3, 6], 5, store, progress=False) as turns,
+        study.taking_turns(study.Comparison(rows, [0], 5), [3, 6], store, progress=False) as turns,
     ):
         assert [[len(chunk.images) for chunk in made] for made in turns.make(3)] == [[2, 1]] * 3
         chosen = turns.make(6, [0, 2])

@@ -16,10 +16,10 @@ from cspd import method as cspd_method
 from cspd.cli import _parse, evaluate, flags, main
 from cspd.cli.options import request_of
 from cspd.comparison import compare, study
-from cspd.comparison.compare import OTHER_SEEDS, Evaluation, Trial, _add_losses, _trial, tune
+from cspd.comparison.compare import OTHER_SEEDS, Trial, _add_losses, _trial, tune
 from cspd.comparison.report import against_plain, choice_told, half_interval, shortfall
 from cspd.comparison.study import Configuration, comparison_store
-from cspd.evaluation.metrics import SPACES, load_reference
+from cspd.evaluation.metrics import SPACES, Evaluation, load_reference
 from cspd.evaluation.scores import Score, standard_error, student_limit
 from cspd.terminal import tolerance
 

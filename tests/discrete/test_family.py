@@ -354,7 +354,7 @@ def test_a_resumed_run_has_the_same_choice(engine, monkeypatch, tmp_path):
         own._choices.clear()
         # as in `_choose`, a given window stays
         monkeypatch.setattr(own, "_choose", lambda asked, slots: Choice(config if asked.window is None else {}, ""))
-        record = sample_to_folder(engine, requests, tmp_path, {}, progress=False)
+        record = sample_to_folder(engine, requests, tmp_path, {})
         return {(image["request"]["draft"], image["request"]["window"]) for image in record["images"]}
 
     assert chosen({"draft": "jacobi", "window": 4}) == {("jacobi", 4)}

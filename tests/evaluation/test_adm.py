@@ -11,7 +11,7 @@ from torch_fidelity.metric_isc import KEY_METRIC_ISC_MEAN, isc_features_to_metri
 
 from cspd.evaluation import metrics, scores
 from cspd.evaluation.images import ImageList, NpzImages, export_npz
-from cspd.evaluation.metrics import Extracted, Reference, extract, load_reference, scores_of
+from cspd.evaluation.metrics import Evaluation, Extracted, Reference, extract, load_reference, scores_of
 
 
 def frechet_distance(x, y):
@@ -248,6 +248,6 @@ def test_holms_correction():
 
 def test_the_panel_of_images_without_a_network_says_why():
     images = ImageList(torch.rand(6, 3, 32, 32))
-    found, missing = scores_of(images, space="digits", labels=[0] * 6)
+    found, missing = scores_of(images, Evaluation("digits"), labels=[0] * 6)
     assert set(found) == {"inception_score", "accuracy"}
     assert "Inception" in missing["sfid"] and "classifier" in missing["fd_dinov2"]

@@ -12,7 +12,16 @@ from stores import small_clip
 
 from cspd.evaluation import metrics
 from cspd.evaluation.images import ImageList
-from cspd.evaluation.metrics import FILES, Clip, Reference, check_clip, dinov2_features, mean_and_error, measure
+from cspd.evaluation.metrics import (
+    FILES,
+    Clip,
+    Evaluation,
+    Reference,
+    check_clip,
+    dinov2_features,
+    mean_and_error,
+    measure,
+)
 from cspd.evaluation.scores import discrepancy, frechet, gaussian, statistics_of
 from cspd.origin import file_fingerprint
 from cspd.pixels import to_pil
@@ -101,8 +110,8 @@ def test_cmmd_and_fd_dinov2_are_of_their_networks_features(real, tmp_path):
     Dinov2Model(Dinov2Config(**small)).save_pretrained(tmp_path / "dinov2")
     generator = torch.Generator().manual_seed(0)
     ours, theirs = (ImageList(torch.rand(25, 3, 32, 32, generator=generator)) for _ in range(2))
-    how = {"space": "digits", "clip": real, "dinov2": tmp_path / "dinov2", "device": CPU}
-    found = measure(ours, reference=Reference("", "", images=theirs), **how)
+    reference = Reference("", "", images=theirs)
+    found = measure(ours, Evaluation("digits", None, reference, real, tmp_path / "dinov2", CPU))
     features = [Clip(real, CPU).features(each) for each in (ours, theirs)]
     assert found["cmmd"] == pytest.approx(discrepancy(*features, gaussian).value)
     features = [dinov2_features(each, tmp_path / "dinov2", CPU) for each in (ours, theirs)]

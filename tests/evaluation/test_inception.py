@@ -11,16 +11,16 @@ from handwriting import KEYS, as_folder, drawn, saved_statistics
 
 from cspd.evaluation import metrics
 from cspd.evaluation.images import ImageList
-from cspd.evaluation.metrics import SPACES, check, features, load_reference, measure
+from cspd.evaluation.metrics import SPACES, Evaluation, check, load_reference, measure
 
 
 def test_inception_from_a_file_of_weights(inception):
     images, _ = drawn(2, 3)
-    options = {"space": "inception", "weights": inception}
-    assert features(ImageList(images), **options).shape == (2, 2048)
-    check(32, **options)
+    how = Evaluation("inception", inception)
+    assert how.extract(ImageList(images)).features.shape == (2, 2048)
+    check(how, 32)
     with pytest.raises(ValueError):
-        check(32, reference=load_reference(SPACES["digits"].reference), **options)
+        check(how._replace(reference=load_reference(SPACES["digits"].reference)), 32)
 
 
 @pytest.mark.slow
@@ -28,7 +28,7 @@ def test_inception_values_are_torch_fidelitys(inception, tmp_path):
     images, labels = drawn(20, 3)
     folder = as_folder(torch.nn.functional.interpolate(images, size=(64, 64)), labels, tmp_path / "images")
     statistics = saved_statistics(folder, space="inception", weights=inception)
-    ours = measure(folder, space="inception", weights=inception, reference=statistics)
+    ours = measure(folder, Evaluation("inception", inception, statistics))
     theirs = torch_fidelity.calculate_metrics(
         input1=str(folder),
         feature_extractor_weights_path=str(inception),
@@ -50,17 +50,17 @@ def test_code_in_a_weights_file_is_not_run(tmp_path):
 
     torch.save(Evil(), tmp_path / "evil.pth")
     with pytest.raises(ValueError, match=r"evil\.pth"):
-        check(64, space="inception", weights=tmp_path / "evil.pth")
+        check(Evaluation("inception", tmp_path / "evil.pth"), 64)
     assert not (tmp_path / "was run").exists()
 
 
 def test_other_weights_than_inceptions_are_refused(tmp_path):
     path = tmp_path / "other.pth"
     with pytest.raises(ValueError, match=r"other\.pth"):
-        check(64, space="inception", weights=path)
+        check(Evaluation("inception", path), 64)
     torch.save({"fc.weight": torch.zeros(1008, 2048)}, path)
     with pytest.raises(ValueError, match=r"other\.pth"):
-        check(64, space="inception", weights=path)
+        check(Evaluation("inception", path), 64)
 
 
 def test_features_resume_where_they_were_interrupted(tmp_path, monkeypatch):
@@ -98,4 +98,4 @@ def test_weights_with_nan_are_refused(inception, tmp_path):
     weights["fc.weight"][5, 7] = torch.nan
     torch.save(weights, tmp_path / "damaged.pth")
     with pytest.raises(ValueError, match=r"damaged\.pth"):
-        check(64, space="inception", weights=tmp_path / "damaged.pth")
+        check(Evaluation("inception", tmp_path / "damaged.pth"), 64)

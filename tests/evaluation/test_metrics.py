@@ -18,7 +18,16 @@ from torch_fidelity.metric_fid import fid_features_to_statistics
 from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric
 
 from cspd.evaluation.images import ImageFolder, ImageList, export_npz
-from cspd.evaluation.metrics import SPACES, Extracted, check, features, load_classifier, load_reference, measure
+from cspd.evaluation.metrics import (
+    SPACES,
+    Evaluation,
+    Extracted,
+    check,
+    features,
+    load_classifier,
+    load_reference,
+    measure,
+)
 from cspd.evaluation.scores import discrepancy, energy_test, polynomial
 from cspd.models import bundled
 from cspd.pixels import to_pil, to_uint8
@@ -36,7 +45,7 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def of_folders(folders):
     """The first folder measured against the second."""
-    return measure(folders[0], space="digits", reference=load_reference(folders[1]))
+    return measure(folders[0], Evaluation("digits", reference=load_reference(folders[1])))
 
 
 def test_all_values_are_torch_fidelitys_of_the_same_pngs(folders, of_folders):
@@ -78,19 +87,19 @@ def test_features_are_the_classifiers_of_images_in_minus_1_to_1():
 def test_images_in_memory_are_measured_like_their_pngs(folders):
     images, labels = drawn(60, 60, "held-out")
     reference = load_reference(folders[1])
-    ours = measure(ImageList(images), space="digits", reference=reference, labels=labels)
-    of_pngs = measure(folders[0], space="digits", reference=reference, labels=ImageFolder(folders[0]).labels)
+    ours = measure(ImageList(images), Evaluation("digits", reference=reference), labels=labels)
+    of_pngs = measure(folders[0], Evaluation("digits", reference=reference), labels=ImageFolder(folders[0]).labels)
     for name in (*KEYS, "accuracy", "accuracy_ci95"):
         assert ours[name] == pytest.approx(of_pngs[name], rel=1e-6)
     assert set(ours["missing"]) == {*OF_INCEPTION} and ours["accuracy"] > 0.9
-    wrong = measure(ImageList(images), space="digits", labels=[9 - label for label in labels])
+    wrong = measure(ImageList(images), Evaluation("digits"), labels=[9 - label for label in labels])
     assert wrong["accuracy"] < 0.1
 
 
 def test_statistics_give_the_fid_of_their_images(folders, of_folders):
     statistics = saved_statistics(folders[1])
     assert statistics.images is None
-    ours = measure(folders[0], space="digits", reference=statistics)
+    ours = measure(folders[0], Evaluation("digits", reference=statistics))
     assert ours["fid"] == pytest.approx(of_folders["fid"], 1e-5)
     assert "statistics" in ours["missing"]["kid"] and ours["kid"] is None
     assert ours["inception_score"] == pytest.approx(of_folders["inception_score"])
@@ -99,7 +108,7 @@ def test_statistics_give_the_fid_of_their_images(folders, of_folders):
 def test_fid_from_a_shifted_mean_is_the_squared_shift(folders):
     own = fid_features_to_statistics(features(folders[0], space="digits"))
     np.savez(folders[0].with_suffix(".npz"), mu=own["mu"] + 0.25, sigma=own["sigma"])
-    fid = measure(folders[0], space="digits", reference=load_reference(folders[0].with_suffix(".npz")))["fid"]
+    fid = measure(folders[0], Evaluation("digits", reference=load_reference(folders[0].with_suffix(".npz"))))["fid"]
     assert fid == pytest.approx(128 * 0.25**2, rel=1e-4)
 
 
@@ -107,11 +116,11 @@ def test_statistics_and_images_in_one_file_serve_one_metric_each(folders, of_fol
     export_npz(ImageFolder(folders[1]), tmp_path / "images.npz")
     images = np.load(tmp_path / "images.npz")["arr_0"]
     both = saved_statistics(folders[0], arr_0=images)  # the statistics are those of the measured images
-    ours = measure(folders[0], space="digits", reference=both)
+    ours = measure(folders[0], Evaluation("digits", reference=both))
     assert ours["fid"] == pytest.approx(0, abs=1e-3)
     for name in ("kid", "precision", "recall", "density", "coverage"):
         assert ours[name] == of_folders[name]
-    of_images = measure(folders[0], space="digits", reference=load_reference(tmp_path / "images.npz"))
+    of_images = measure(folders[0], Evaluation("digits", reference=load_reference(tmp_path / "images.npz")))
     assert of_images["fid"] == pytest.approx(of_folders["fid"], 1e-6)
 
 
@@ -152,9 +161,8 @@ def test_rounding_is_that_of_the_pngs():
 )
 def test_few_images_are_measured_as_far_as_they_can_be(num, missing):
     images, labels = drawn(num, 1)
-    values = measure(
-        ImageList(images), space="digits", reference=load_reference(SPACES["digits"].reference), labels=labels
-    )
+    how = Evaluation("digits", reference=load_reference(SPACES["digits"].reference))
+    values = measure(ImageList(images), how, labels=labels)
     assert set(values["missing"]) == missing | {*OF_INCEPTION}
     for name in (*KEYS, "kid", "coverage"):
         gone = name in missing
@@ -168,7 +176,7 @@ def test_the_bundled_reference_is_of_the_training_data():
     assert reference.fingerprint == hashlib.sha256((bundled()["digits32"] / "reference.npz").read_bytes()).hexdigest()
     assert np.abs(kept.mean(0).numpy() - reference.statistics["mu"]).max() < 0.1
     train, other = (
-        measure(ImageList(drawn(600, 7, split)[0]), space="digits", reference=reference)
+        measure(ImageList(drawn(600, 7, split)[0]), Evaluation("digits", reference=reference))
         for split in ("train", "held-out")
     )
     assert train["fid"] < 0.2 < other["fid"] < 1
@@ -193,30 +201,30 @@ def test_a_class_without_probability_has_no_share_of_the_inception_score():
     images, _ = drawn(20, 1)
     logits = torch.zeros(20, 10)
     logits[:, 3] = -2000
-    values = measure(ImageList(images), space="digits", extracted=Extracted(torch.zeros(20, 128), logits))
+    values = measure(ImageList(images), Evaluation("digits"), extracted=Extracted(torch.zeros(20, 128), logits))
     assert values["inception_score"] == pytest.approx(1)
 
 
 def test_classes_that_the_classifier_does_not_know_have_no_accuracy():
     images, labels = drawn(3, 1)
-    values = measure(ImageList(images), space="digits", labels=[*labels[:2], 10])
+    values = measure(ImageList(images), Evaluation("digits"), labels=[*labels[:2], 10])
     assert values["accuracy"] is None and "0..9" in values["missing"]["accuracy"]
 
 
 def test_images_of_another_size_or_number_are_refused(tmp_path):
     images, labels = drawn(4, 0)
     with pytest.raises(ValueError, match="32x48"):
-        check(48, 32, space="digits")
+        check(Evaluation("digits"), 48, 32)
     with pytest.raises(ValueError, match="3 labels"):
-        measure(ImageList(images), space="digits", labels=labels[:3])
+        measure(ImageList(images), Evaluation("digits"), labels=labels[:3])
     with pytest.raises(ValueError, match="vgg"):
-        measure(ImageList(images), space="vgg")
+        measure(ImageList(images), Evaluation("vgg"))
     with pytest.raises(ValueError, match="empty"):
         (tmp_path / "empty").mkdir()
         ImageFolder(tmp_path / "empty")
     as_folder(torch.zeros(2, 3, 64, 64), labels, tmp_path / "large")
     with pytest.raises(ValueError, match="64x64"):
-        check(32, space="digits", reference=load_reference(tmp_path / "large"))
+        check(Evaluation("digits", reference=load_reference(tmp_path / "large")), 32)
 
 
 def test_a_folder_is_read_without_our_overviews_and_only_of_one_size(tmp_path):

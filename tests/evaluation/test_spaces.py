@@ -29,6 +29,7 @@ from cspd.evaluation.metrics import (
     SPACES,
     Classifier,
     ClassifierConfig,
+    Evaluation,
     Space,
     check,
     features,
@@ -132,9 +133,9 @@ def test_compare_and_bench_as_a_whole(tmp_path):
 
 def test_other_sizes_and_unknown_spaces_are_refused():
     with pytest.raises(ValueError, match="32x32"):
-        check(32, space="toy")
+        check(Evaluation("toy"), 32)
     with pytest.raises(ValueError, match="toy"):
-        check(16, space="vgg")
+        check(Evaluation("vgg"), 16)
 
 
 def test_a_reference_is_of_the_training_distribution(tmp_path):

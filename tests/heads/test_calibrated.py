@@ -40,7 +40,7 @@ def predictor():
 def shortcut(case, predictor, head_calls, null_every=1):
     steps = plan_of(predictor.skip_cost, head_calls).steps
     traces = case.trace(256, 2**40), case.trace(256, 2**41), images_of(case, 16, 64, 2**42)
-    return fit_shortcut(case.head, *traces, case.schedule, predictor, steps, null_every, FP32)
+    return fit_shortcut(case.head, traces, case.schedule, predictor, steps, null_every, FP32)
 
 
 def images_of(case, num, tokens, seed):
@@ -195,7 +195,7 @@ def test_reports_rest_on_images_that_chose_nothing(small_mar):
     request = request_of(num_sampling_steps=2, num_iter=2).but(method="ar")
     seeds = {}
     for part in PARTS:
-        made = trace(small_mar, request, CPU, FP32, MARRunner, part)
+        made = trace(small_mar, request, FP32, MARRunner, part)
         seeds[part] = set(made.image.tolist())
     assert len(seeds[REPORTED]) == 16 and len(set.union(*seeds.values())) == sum(map(len, seeds.values()))
 
@@ -205,7 +205,7 @@ def test_what_is_reported_is_not_the_value_that_chose(predictor):
     steps = plan_of(predictor.skip_cost, 6).steps
     traces = CASE.trace(256, 2**40), CASE.trace(256, 2**41)
     own = CASE.schedule, predictor, steps, 1, FP32
-    one, other = (fit_shortcut(HEAD, *traces, images_of(CASE, 4, 64, seed), *own) for seed in (1, 100))
+    one, other = (fit_shortcut(HEAD, (*traces, images_of(CASE, 4, 64, seed)), *own) for seed in (1, 100))
     assert np.array_equal(one.corrections, other.corrections)
     for fitted, seed in ((one, 1), (other, 100)):
         plan = fitted.segments(CASE.schedule, predictor, 1, CPU)
@@ -244,7 +244,7 @@ def test_ten_calls_of_the_bundled_model_are_near_and_spread_as_wide(tmp_path, mo
     calibrations = engine.runner.tuning.calibrations["target"]
     fitted, predictor = calibrations.shortcut(request), calibrations.predictor(request)
     assert fitted.difference < 0.06 and fitted.corrections.any()
-    other = trace(model, request.but(num_sampling_steps=100), CPU, FP32, MARRunner, REPORTED)
+    other = trace(model, request.but(num_sampling_steps=100), FP32, MARRunner, REPORTED)
     errors, spreads = [], []
     for each in (fitted, without_corrections(fitted)):
         plan = each.segments(schedule(100), predictor, request.null_every, CPU)
@@ -306,7 +306,7 @@ def test_too_few_calls_to_stay_finite_are_an_error(predictor):
     chains = CASE.trace(64, 5)
     huge = dataclasses.replace(predictor, coefficients=np.full_like(predictor.coefficients, 1e6))
     with pytest.raises(ValueError, match="head_calls"):
-        fit_shortcut(CASE.head, chains, chains, chains, CASE.schedule, huge, (STEPS - 1, 0), 1, FP32)
+        fit_shortcut(CASE.head, (chains, chains, chains), CASE.schedule, huge, (STEPS - 1, 0), 1, FP32)
 
 
 def test_a_shortcut_of_another_chain_or_with_nan_is_an_error():

@@ -139,20 +139,20 @@ def made(monkeypatch):
 def calibrations(small_mar, tmp_path):
     """Makes `Calibrations` of the small model with some cache folders."""
     return lambda *folders, model=small_mar, policy="fp32": Calibrations(
-        model, CPU, Precision(policy, CPU), folders or [tmp_path / "cache"], MARRunner
+        model, Precision(policy, CPU), folders or [tmp_path / "cache"], MARRunner
     )
 
 
 def test_traces_are_the_samplers_own(small_mar):
     """256 tokens, 8 iterations of 4 images; a step's states follow from the one before."""
-    x, eps, v = trace(small_mar, REQUEST, CPU, FP32, MARRunner).chains
+    x, eps, v = trace(small_mar, REQUEST, FP32, MARRunner).chains
     assert x.shape == eps.shape == v.shape == (6, 256, 16) and len(x[5].unique(dim=0)) == 256
     s = schedule(6)
     for t in range(1, 6):
         sigma = 0.9 * torch.exp(s.log_sigma_base[t] + s.log_sigma_slope[t] * v[t])
         noise = (x[t - 1] - s.mean_x[t] * x[t] - s.mean_eps[t] * eps[t]) / sigma
         assert abs(noise.mean()) < 4 / noise.numel() ** 0.5 and abs(noise.std() - 1) < 4 / noise.numel() ** 0.5
-    assert not torch.equal(x, trace(small_mar, REQUEST.but(cfg=1.0), CPU, FP32, MARRunner).x)
+    assert not torch.equal(x, trace(small_mar, REQUEST.but(cfg=1.0), FP32, MARRunner).x)
 
 
 def test_a_calibration_is_fitted_once_and_read_by_others(calibrations, made, tmp_path):
@@ -285,7 +285,7 @@ def test_bundled_models_are_calibrated(name, device, monkeypatch):
     monkeypatch.setattr(fits, "trace", None)  # nothing is fitted
     engine = cspd.load(name, device="cpu", max_batch=1)
     folders = [bundled()[name] / CALIBRATION]
-    ours = Calibrations(engine.runner.target, torch.device(device), FP32, folders, MARRunner)
+    ours = Calibrations(engine.runner.target, Precision("fp32", torch.device(device)), folders, MARRunner)
     speculative, calibrated = (engine.check(Request(0, method=method)) for method in ("speculative", "calibrated"))
     assert ours.get(speculative).calls.mean() < 50
     assert len(ours.plan(calibrated, HEAD_CALLS).steps) == HEAD_CALLS

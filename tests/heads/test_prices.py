@@ -10,6 +10,7 @@ import torch
 from heads import CHANNELS, FP32, LINEAR, MIXTURE, Case
 from torch.distributions import Normal, kl_divergence
 
+from cspd.heads.calibrated import Predictor
 from cspd.heads.calibration import frozen, price_of
 from cspd.heads.prices import of_calls, of_conditions
 
@@ -17,7 +18,7 @@ STEPS = 12
 Z = torch.tensor([[[1.0, -0.5, 2.0]], [[0.4, 0.3, -0.2]]])  # the unconditional branch second
 CASE = Case(LINEAR, Z, STEPS, scale=2.5, temperature=0.8)
 NUM = 4000
-FROZEN = frozen(CASE.schedule)  # coefficients and drift
+FROZEN = Predictor(*frozen(CASE.schedule), skip_cost=np.zeros(0))
 EVERY = dict.fromkeys(range(STEPS - 1, -1, -1), True)
 
 
@@ -94,7 +95,7 @@ def test_the_price_of_fewer_calls():
             square = (mean**2 + variance).sum() * (s.mean_eps[k] / sigma_q) ** 2
             exact += 0.5 * square + CHANNELS * (0.5 * np.expm1(2 * log_ratio) - log_ratio)
     chains = CASE.trace(NUM, 1)
-    found = of_calls(LINEAR, chains, chains.z, s, *FROZEN, dict.fromkeys(steps, True), FP32)
+    found = of_calls(LINEAR, chains, chains.z, s, FROZEN, dict.fromkeys(steps, True), FP32)
     error = found.std().item() / NUM**0.5
     assert abs(found.mean().item() - exact) < 4 * error and error < 0.02 * exact
 
@@ -103,7 +104,8 @@ def test_predictions_are_linear_in_both_states():
     """Any coefficients and drift, step by step: q has the mean A x + B (c0 x + c1 eps_a + c2 x_a)."""
     s, steps = CASE.schedule, (11, 10, 6, 0)
     rng = np.random.default_rng(0)
-    coefficients, drift = (rng.normal(size=values.shape) for values in FROZEN)
+    coefficients, drift = (rng.normal(size=values.shape) for values in (FROZEN.coefficients, FROZEN.drift))
+    predictor = Predictor(coefficients, drift, skip_cost=np.zeros(0))
     chains = CASE.trace(20, 1)
     exact = torch.zeros(20)
     for a, b in zip(steps, (*steps[1:], -1)):
@@ -114,7 +116,7 @@ def test_predictions_are_linear_in_both_states():
             log_p, log_q = (s.log_sigma_base[k] + s.log_sigma_slope[k] * each for each in (chains.v[k], v))
             p, q = Normal(error * 0, CASE.temperature * log_p.exp()), Normal(error, CASE.temperature * log_q.exp())
             exact += kl_divergence(p, q).sum(1)
-    found = of_calls(LINEAR, chains, chains.z, s, coefficients, drift, dict.fromkeys(steps, True), FP32)
+    found = of_calls(LINEAR, chains, chains.z, s, predictor, dict.fromkeys(steps, True), FP32)
     assert torch.allclose(found, exact.float(), rtol=1e-3)
 
 
@@ -129,7 +131,7 @@ def test_the_price_of_a_reused_difference():
             per_unit = [gain(t) * np.sqrt(s.alphas_cumprod[t]) for t in (k, k + 1)]
             exact += apart * ((per_unit[0] - per_unit[1]) * s.mean_eps[k] / sigma(k)) ** 2 / 2
     chains = CASE.trace(50, 1)
-    found = of_calls(LINEAR, chains, chains.z, s, *FROZEN, calls, FP32)
+    found = of_calls(LINEAR, chains, chains.z, s, FROZEN, calls, FP32)
     assert found.numpy() == pytest.approx(np.full(50, exact), rel=1e-3)
 
 
@@ -140,7 +142,7 @@ def test_a_correction_moves_the_last_step_of_a_segment():
     chains = CASE.trace(50, 1)
     k = 6
     moved = 0.01 * chains.x[k] - 0.02 * chains.eps[k]
-    found = of_calls(LINEAR, chains, chains.z, s, *FROZEN, EVERY, FP32, corrections)
+    found = of_calls(LINEAR, chains, chains.z, s, FROZEN, EVERY, FP32, corrections)
     assert torch.allclose(found, (moved / sigma(k)).square().sum(1) / 2, rtol=1e-2)
 
 
@@ -148,7 +150,7 @@ def test_calls_at_all_steps_under_another_condition_cost_as_much_as_that_conditi
     case = dataclasses.replace(CASE, head=MIXTURE)
     chains, other = case.trace(100, 1), conditions_of(Z + 0.1, 100)
     alone = of_conditions(MIXTURE, chains, other, case.schedule, FP32)
-    by_calls = of_calls(MIXTURE, chains, other, case.schedule, *FROZEN, EVERY, FP32)
+    by_calls = of_calls(MIXTURE, chains, other, case.schedule, FROZEN, EVERY, FP32)
     assert torch.allclose(alone, by_calls, rtol=1e-3)
     exact = of_conditions(MIXTURE, chains, chains.z, case.schedule, FP32)
     assert exact.max() < 1e-4 * alone.mean()

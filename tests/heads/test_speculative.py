@@ -40,7 +40,7 @@ class OneCondition(Head):
 def case(device):
     """Chains at the condition of one token, ten iterations into an image."""
     target = load_mar(checkpoint_files("digits32")["target"]).eval().requires_grad_(False).to(device)
-    runner = MARRunner(target, 1, device, Precision("fp32", device))
+    runner = MARRunner(target, 1, Precision("fp32", device))
     sequence = Sequence(Request(label=4, seed=9, method="ar", **SETTINGS), 0, slot=0)
     with torch.inference_mode():
         runner.admit([sequence])

@@ -125,7 +125,7 @@ def test_times_are_measured_once_and_cached(small_mar, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def get(guided=True, policy="fp32", compiled=False, graphs=False, about="a head", **again) -> Times:
-        tuner = Tuner(CPU, Precision(policy, CPU), compiled, graphs)  # a new one each time: times come from files
+        tuner = Tuner(Precision(policy, CPU), compiled, graphs)  # a new one each time: times come from files
         return head_times(tuner, small_mar.head, guided, about, **again)
 
     first = get()
@@ -148,7 +148,7 @@ def test_times_that_cannot_be_written_are_remembered(small_mar, tmp_path, monkey
     (tmp_path / "cspd").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tuning, "time_head", lambda *_: times_of(1e-3, 1e-6))
-    tuner = Tuner(CPU, FP32)
+    tuner = Tuner(FP32)
     times = head_times(tuner, small_mar.head, True, "a head")
     monkeypatch.setattr(tuning, "time_head", lambda *_: 1 / 0)
     assert head_times(tuner, small_mar.head, True, "a head") is times
@@ -164,7 +164,7 @@ def test_times_of_a_busy_machine_are_in_no_file(small_mar, tmp_path, monkeypatch
     def get(*recorded) -> Times:
         of_sizes = iter(recorded)
         monkeypatch.setattr(tuning, "_time_one_size", lambda *chains: next(of_sizes))
-        return head_times(Tuner(CPU, FP32), small_mar.head, True, "a head")
+        return head_times(Tuner(FP32), small_mar.head, True, "a head")
 
     assert get(steady, busy)["round"][1].tolist() == [2e-3, 3e-3] and not [*tmp_path.rglob("*.safetensors")]
     assert get(steady, steady)["round"][1].tolist() == get()["round"][1].tolist() == [2e-3, 2e-3]
@@ -174,7 +174,7 @@ def test_times_of_a_busy_machine_are_in_no_file(small_mar, tmp_path, monkeypatch
 def test_times_are_those_of_the_real_head(small_mar, monkeypatch):
     monkeypatch.setattr("cspd.continuous.tuning.ROWS", (1, 4))
     monkeypatch.setattr("cspd.continuous.tuning.TURNS", 1)
-    times = time_head(Tuner(CPU, FP32), small_mar.head, True)
+    times = time_head(Tuner(FP32), small_mar.head, True)
     times.check()
     assert times.keys() == {"ancestral", "start", "round"}
     for work, (sizes, seconds) in times.items():

@@ -169,7 +169,7 @@ def test_the_calibrated_sampler_is_near_the_chain_of_the_same_noise():
     for head_calls in (6, 12, 41):
         steps = plan_of(predictor.skip_cost, head_calls).steps
         traces = case.trace(256, 2**40), case.trace(256, 2**41), case.trace(256, 2**42)
-        fitted = fit_shortcut(case.head, *traces, case.schedule, predictor, steps, 1, FP32)
+        fitted = fit_shortcut(case.head, traces, case.schedule, predictor, steps, 1, FP32)
         segments = fitted.segments(case.schedule, predictor, 1, torch.device("cpu"))
         tokens = follow(case.chain(1000, seed=5), segments)
         errors.append((tokens - exact).square().mean().sqrt().item())

@@ -9,6 +9,7 @@ from golden_files import official_shapes
 from toys import toy_mar
 
 from cspd.masked.backbones import SELECTING, Cache, cache_bytes, lazy, refresh, selecting_layer
+from cspd.masked.runner import ModelInputs
 from mar import checkpoint
 from mar import model as mar_model
 from mar.model import MAR, MARConfig
@@ -153,7 +154,7 @@ def inputs(model):
     """Tokens, orders and class embeddings of three sequences."""
     g = torch.Generator().manual_seed(3)
     order = torch.rand(3, LENGTH, generator=g).argsort(1)
-    return torch.randn(3, LENGTH, 3, generator=g), order, model.class_emb(torch.tensor([0, 1, 3]))
+    return ModelInputs(torch.randn(3, LENGTH, 3, generator=g), order, model.class_emb(torch.tensor([0, 1, 3])))
 
 
 def empty(model: MAR) -> Cache:
@@ -170,14 +171,15 @@ def test_a_refresh_is_the_full_backbone(committed, model, inputs):
     positions = torch.stack([own[k : k + 4] for own, k in zip(order, committed)])
     expected = model(tokens, order, committed, embedding, positions)
     slots = torch.tensor([4, 1])  # the last sequence caches nothing
-    x = refresh(model, empty(model), slots, tokens, order, committed, embedding, positions)
+    x = refresh(model, empty(model), slots, inputs, committed, positions)
     assert relative_error(model.condition(x, positions), expected) < 1e-5
 
     # So is a lazy evaluation of everything: nothing is left of other tokens' caches.
     cache, slots = empty(model), torch.tensor([4, 0, 1])
-    refresh(model, cache, slots, tokens + 1, order, [k // 2 for k in committed], embedding, order[:, :1])
+    others = inputs._replace(tokens=tokens + 1)
+    refresh(model, cache, slots, others, [k // 2 for k in committed], order[:, :1])
     counts = [[k, k, 4, BUFFER + LENGTH - 4] for k in committed]
-    x, at = lazy(model, cache, slots, tokens, order, counts, embedding)
+    x, at = lazy(model, cache, slots, inputs, counts)
     assert torch.equal(at, positions)
     assert relative_error(model.condition(x, positions), expected) < 1e-5
 
@@ -248,8 +250,8 @@ class ByHand:
 
 def test_lazy_evaluations_are_those_by_hand(model, inputs):
     """Three sequences of unequal progress in one batch, three evaluations after a refresh, and another refresh."""
-    (tokens, order, embedding), cache, slots = inputs, empty(model), torch.tensor([4, 0, 1])
-    by_hand = [ByHand(model, *each) for each in zip(tokens, order, embedding)]
+    order, cache, slots = inputs.order, empty(model), torch.tensor([4, 0, 1])
+    by_hand = [ByHand(model, *each) for each in zip(*inputs)]
     committed = [0, 4, 6]
     everything = [[k, k, 3, BUFFER + LENGTH - 3] for k in committed]
     schedules = [  # committed, new, to be predicted, others
@@ -261,9 +263,9 @@ def test_lazy_evaluations_are_those_by_hand(model, inputs):
     ]
     for rows, hand in zip(everything, by_hand):
         hand.evaluate(*rows)
-    refresh(model, cache, slots, tokens, order, committed, embedding, order[:, :1])
+    refresh(model, cache, slots, inputs, committed, order[:, :1])
     for counts in schedules:
-        x, positions = lazy(model, cache, slots, tokens, order, counts, embedding)
+        x, positions = lazy(model, cache, slots, inputs, counts)
         for i, (hand, own) in enumerate(zip(by_hand, counts)):
             num_next = own[2]
             assert positions[i, :num_next].tolist() == order[i, own[0] : own[0] + num_next].tolist()
@@ -275,9 +277,9 @@ def test_a_cached_sequence_does_not_depend_on_its_batch(model, inputs):
 
     def run(which: list[int]) -> tuple[torch.Tensor, Cache]:
         cache, slots = empty(model), torch.tensor(which)
-        tokens, order, embedding = (each[which] for each in inputs)
-        refresh(model, cache, slots, tokens, order, [committed[i] for i in which], embedding, order[:, :1])
-        return lazy(model, cache, slots, tokens, order, [counts[i] for i in which], embedding)[0], cache
+        own = ModelInputs(*(each[which] for each in inputs))
+        refresh(model, cache, slots, own, [committed[i] for i in which], own.order[:, :1])
+        return lazy(model, cache, slots, own, [counts[i] for i in which])[0], cache
 
     together, cache = run([0, 1, 2])
     for i in range(3):

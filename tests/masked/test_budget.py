@@ -64,7 +64,7 @@ def checked_request(engine):
 def measured_prices(engine, model, checked):
     """A replay of exact images, and the prices on them."""
     requests = exact_requests(checked, model.config.seq_len, model.config.class_num)
-    replay = Replay(MARRunner(model, len(requests), CPU, FP32), requests)
+    replay = Replay(MARRunner(model, len(requests), FP32), requests)
     predictor = engine.runner.tuning.calibrations["target"].predictor(checked)
     with torch.inference_mode():
         return replay, measure_prices(replay, predictor, model.head.schedule(T))
@@ -321,7 +321,7 @@ def test_the_audit_finds_the_divergence_of_a_run(rounds, engine, model, monkeypa
     monkeypatch.setitem(BACKBONES, "cached", dataclasses.replace(cached, conditions=recorded))
     tokens, found = audited(engine, "0", rounds=rounds)
     requests = [Request(i, seed=i, method="ar", **SETTINGS) for i in range(2)]
-    replay = Replay(MARRunner(model, 2, CPU, FP32), [engine.check(request) for request in requests], tokens)
+    replay = Replay(MARRunner(model, 2, FP32), [engine.check(request) for request in requests], tokens)
     with torch.inference_mode():
         chains = joined(replay.chains(range(K)))
         nats = of_conditions(model.head, chains, torch.cat(z_of_run, dim=1), model.head.schedule(T), FP32)
