@@ -281,7 +281,7 @@ def test_a_prepared_request_is_not_checked_again(models, monkeypatch):
     assert prepared.asked is asked and other.prepare(prepared).runner is other.runner
     with monkeypatch.context() as patch:
         for runner in (engine.runner, other.runner):
-            patch.setattr(runner, "check", lambda request, method: 1 / 0)
+            patch.setattr(runner, "complete", lambda request, method: 1 / 0)
         assert engine.prepare(prepared) is prepared
         assert_same(engine.generate([prepared]), expected)
         with pytest.raises(ZeroDivisionError):

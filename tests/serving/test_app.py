@@ -214,10 +214,10 @@ def test_names_of_checkpoints():
 
 def test_exhausted_memory_is_a_message(site, monkeypatch, capsys):
     with monkeypatch.context() as patch:
-        patch.setattr(site.engine.runners["mar"], "resolve", lambda *given: torch.empty(2**60))
+        patch.setattr(site.engine.runners["mar"], "prepare", lambda *given: torch.empty(2**60))
         answer = site.make(settings=QUICK)
         assert answer.status == 503 and "memory" in json.load(answer)["detail"]
-        patch.setattr(site.engine.runners["mar"], "resolve", lambda *given: [][0])
+        patch.setattr(site.engine.runners["mar"], "prepare", lambda *given: [][0])
         assert site.make(settings=QUICK).status == 500
 
 
