@@ -543,7 +543,7 @@ def test_evaluations(tmp_path):
 ITEMS = {"sample": "0*.png", "compare": "chunks/*.npz", "evaluate": "0*.npz"}
 LIMITED = {  # arguments, and the KiB that a file may have
     "sample": (["--method", "ar", "--num-iter", "2", "--num", "24"], 6),
-    "compare": (["--methods", "ar", "--num-iter", "64", "--num", "4"], 16),
+    "compare": (["--methods", "ar", "--num-iter", "4", "--num", "4"], 16),
     "evaluate": (["--method", "ar", "--num-iter", "2", "--num", "44", "--space", "digits"], 20),
 }
 
@@ -556,7 +556,7 @@ def stamps(command, out):
 @pytest.mark.parametrize("command", LIMITED)
 def test_a_run_resumes_after_a_file_could_not_grow(command, tmp_path, capsys):
     own, size = LIMITED[command]
-    settings = ["--num-sampling-steps", "5", "--cfg", "1", "--max-batch", "1", "--out", str(tmp_path)]
+    settings = ["--num-sampling-steps", "2", "--cfg", "1", "--max-batch", "1", "--out", str(tmp_path)]
     arguments = [command, "--checkpoint", small_checkpoint(), *own, *settings]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size * 1024, hard))

@@ -29,7 +29,7 @@ from cspd.serving.gallery import Gallery
 
 QUICK = {"num_iter": 3, "num_sampling_steps": 5, "first_timestep": 950, "cfg": 3.0}
 ROOT = Path(__file__).parent.parent.parent
-LONG = {"num_iter": 64, "num_sampling_steps": 300}  # many seconds
+LONG = {"num_iter": 64, "num_sampling_steps": 100}  # many seconds
 
 
 @pytest.fixture(scope="module")
