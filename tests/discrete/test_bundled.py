@@ -44,6 +44,7 @@ def test_samples_are_recognised(method, num, engine):
     assert accuracy(load_classifier("digits"), images, labels) >= 0.86
 
 
+@pytest.mark.slow
 def test_a_tree_of_one_token_drafts_one_per_forward_pass(engine):
     """LANTERN's Table 2: alpha is then the mean acceptance of EAGLE-2's first token, so pooling raises it."""
     alpha = {}
@@ -64,6 +65,7 @@ def test_drafts_are_worth_it(engine):
         assert sum(o.stats.step_compression for o in outputs) / 4 > compression, method
 
 
+@pytest.mark.slow
 def test_random_neighbours_accept_fewer_tokens_than_near_ones(engine):
     """LANTERN's Table 4, at equal k and delta: k is the same share of 512 codes as the paper's 1000 of 16,384."""
     mean = {}

@@ -43,7 +43,7 @@ def test_the_list_of_captions():
 def test_tokenizer():
     tokenizer = load_tokenizer(checkpoint_files("emoji64_text")["tokenizer"])
     with np.load(SPACES["emoji"].reference) as file:
-        images = torch.from_numpy(file["arr_0"][:200]).permute(0, 3, 1, 2) / 127.5 - 1
+        images = torch.from_numpy(file["arr_0"][:60]).permute(0, 3, 1, 2) / 127.5 - 1
     with torch.inference_mode():
         error = (tokenizer.decode(tokenizer.encode(images)).clamp(-1, 1) - images).square().mean()
     assert -10 * torch.log10(error / 4) > 24
@@ -62,7 +62,8 @@ def test_images_have_the_colour_of_their_prompts(engine):
     assert (redness("red") > redness("blue")).sum() >= 8  # of 9
 
 
-@pytest.mark.parametrize("num, least", [(24, 0.5), pytest.param(200, 0.65, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num, least", [(200, 0.65)])
 def test_samples_are_recognised(num, least, engine):
     """As the class of their captions' emojis, half of which were held out, and more often than by chance."""
     asked = ENTRIES[:num]

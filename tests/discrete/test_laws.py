@@ -117,10 +117,8 @@ def test_exact_if_tokens_are_filtered(kind, changes, models):
 @pytest.mark.parametrize(
     "kind, rule",
     [
-        ("chain", "uniform-rsd"),
         ("dynamic tree", "lantern"),
         ("jacobi PD AC", "cool-sd"),
-        ("jacobi", "gsd, own G"),
         *(
             slow(kind, rule)
             for kind in ("chain", "static tree", "dynamic tree", "jacobi", "jacobi PD AC")
