@@ -471,7 +471,7 @@ def test_models_are_chosen_by_name_or_by_the_request(several):
     assert engine.prepare(request).model == "mar" and engine.prepare(request, model="second").model == "second"
     assert engine.with_slots(2).prepare(request, model="second").model == "second"
     assert engine.prepare(Request(1, method="sjd-pac")).model == "vq"
-    assert engine.prepare(Request(1, family="causal")).model == "sphere"
+    assert engine.prepare(Request(1, method="ar", family="causal")).model == "sphere"
     for name in ("other", "vq"):  # the second one has no num_iter
         with pytest.raises(ValueError):
             engine.prepare(request, model=name)
@@ -896,9 +896,8 @@ def test_an_error_leaves_nothing_behind(engine, slow, failing, monkeypatch):
     assert len(engine.generate(REQUESTS[:3])) == 3
 
 
-def test_on_a_gpu_only_the_end_is_waited_for(small_mar):
+def test_on_a_gpu_only_the_end_is_waited_for(models):
     """Finished rounds and images are read while later ones run; on the stand-in a phase takes 1 ms."""
-    models = MARModels(small_mar, vae=create_vae("kl_digits32"))
     expected = Engine(models, max_batch=2, device="cpu").generate(REQUESTS[:4])
     outputs = {}
     with standin.cuda() as gpu:

@@ -62,16 +62,18 @@ print(slow())
 def test_the_package_imports_no_slow_library_but_torch():
     """timm, torchvision and transformers are needed for ImageNet's names, Inception and text encoders only.
 
-    Commands that can run on Ray import it only if they do.
+    A request has its settings before anything else is imported. Commands that can run on Ray import it only if they do.
     """
     code = """
+from cspd import Request
+print(Request(3, cfg=2.0, window=4).cfg)
 import cspd
 cspd.load("digits32", device="cpu").sample(3, num_iter=1, num_sampling_steps=2, window=0)
 print(slow())
 import cspd.cli.sample, cspd.cli.evaluate
 print("ray" in slow())
 """
-    assert imported(code).splitlines() == ["['torch']", "False"]
+    assert imported(code).splitlines() == ["2.0", "['torch']", "False"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

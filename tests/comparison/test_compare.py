@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +25,12 @@ from cspd.comparison import report as comparison_report
 from cspd.comparison.compare import Evaluation, _add_verdicts, expected_speed_up, speed_of
 from cspd.comparison.study import COSTS, Chunk, Configuration, configurations, named_entries
 from cspd.continuous.rows import run_plain_round
+from cspd.device import describe
 from cspd.evaluation import metrics
 from cspd.evaluation.metrics import SPACES, ClassifierExtractor, load_classifier, load_reference
 from cspd.evaluation.scores import NORMAL, Score, around, energy_test, holm, wilson
 from cspd.pixels import to_pil
+from cspd.terminal import __version__
 
 
 def test_every_name_in_the_json_is_documented(comparison):
@@ -42,6 +46,33 @@ def test_every_name_in_the_json_is_documented(comparison):
         names = {name.removesuffix(ending) for name in names}
     assert [name for name in sorted(names) if f"`{name}`" not in section] == []
     assert f"`{report['schema']}`" in section
+
+
+def test_a_report_has_its_origin(comparison):
+    out, report = comparison
+    ran = report["ran"]
+    files = checkpoint_files("digits32")
+    assert [model["role"] for model in ran["models"]] == ["target", "vae", "draft"]
+    for model in ran["models"]:
+        path = files[model["role"]]
+        assert (model["file"], model["bytes"]) == (path.name, path.stat().st_size)
+        assert model["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    target, vae, draft = ran["models"]
+    names = [row["name"] for row in report["rows"]]
+    assert target["configurations"] == vae["configurations"] == names
+    assert draft["configurations"] == [name for name in names if name.startswith("mar-draft")]
+    assert target["parameters"] > 4 * draft["parameters"] > 2e6
+    assert ran["command"].startswith("cspd compare --num-iter 4 ") and ran["command"].endswith(f"--out {out}")
+    assert (ran["versions"]["cspd"], ran["versions"]["torch"]) == (__version__, torch.__version__)
+    assert ran["machine"]["device"] == describe(torch.device("cpu"))["device"]
+    age = datetime.now().astimezone() - datetime.fromisoformat(ran["date"])
+    assert abs(age.total_seconds()) < 3600
+
+    page = (out / "report.html").read_text()
+    for text in (target["sha256"][:12], draft["file"], ran["date"], f"(of {NAMES[-1]})"):
+        assert text in page
+    home = str(Path(cspd.__file__).parents[1])  # the folder of the models, which nobody gave
+    assert home not in page and home not in json.dumps(report)
 
 
 def test_baselines_come_first_and_once(comparison):
