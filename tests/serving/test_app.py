@@ -53,6 +53,11 @@ def mask_of(part):
     return Image.fromarray(mask)
 
 
+# The last rows of a picture: a VQ model generates them in a quarter of the rounds of an image.
+PART = {"image": Image.new("RGB", (32, 32), "navy"), "mask": mask_of(np.s_[24:])}
+LAST_ROWS = {"picture": link_of(PART["image"]), "mask": link_of(PART["mask"])}
+
+
 def assert_is_image(event, output):
     """Batches round differently, so a pixel may differ by 1."""
     difference = pixels(event["image"]).astype(int) - np.asarray(output.pil())
@@ -109,14 +114,15 @@ def test_a_part_is_regenerated(model, settings, first_row, site, engines):
     assert None in event["token_cost"]
 
 
-@pytest.mark.parametrize("model, settings", [("mar", QUICK), ("vq", {})])
-def test_clients_share_the_engines(model, settings, site, engines):
+@pytest.mark.parametrize("model, settings, links, part", [("mar", QUICK, {}, {}), ("vq", {}, LAST_ROWS, PART)])
+def test_clients_share_the_engines(model, settings, links, part, site, engines):
     """A second image, by the same model or another one, is finished while the first one is generated."""
     slow = QUICK | {"num_iter": 32}
     first = events(site.make("ann", seed=1, settings=slow))
     assert next(event for event in first if "share" in event)["share"] < 1
-    (second,) = finished(site.make("bea", model=model, seed=2, settings=settings))
-    assert_is_image(second, engines[model].sample("three", seed=2, method="ar", **settings))
+    (second,) = finished(site.make("bea", model=model, seed=2, settings=settings, **links))
+    (expected,) = engines[model].generate([cspd.Request("three", 2, "ar", **settings, **part)])
+    assert_is_image(second, expected)
     *_, first = first
     assert_is_image(first, engines["mar"].sample("three", seed=1, method="ar", **slow))
 
@@ -126,13 +132,14 @@ def test_models_share_the_slots(engines):
     with served(engines, most=8, most_each=8) as site:
         running = [site.make(methods=["ar", "ar"], settings=LONG) for _ in range(2)]
         wait_until(lambda: site.status()["running"] == 4)
-        waiting = events(site.make("bea", model="vq"))
+        waiting = events(site.make("bea", model="vq", **LAST_ROWS))
         assert next(event for event in waiting if "position" in event)["position"] == 1
         status = site.status()
         assert (status["running"], status["waiting"]) == (4, 1)
         running.pop().close()
         *_, last = waiting
-        assert_is_image(last, engines["vq"].sample("three", seed=5, method="ar"))
+        (expected,) = engines["vq"].generate([cspd.Request("three", 5, "ar", **PART)])
+        assert_is_image(last, expected)
         running.pop().close()
 
 
@@ -342,7 +349,7 @@ def test_the_description_of_the_models(site):
 @pytest.mark.parametrize("part", ["admit", "decode"])
 def test_a_failed_round_is_reported(part, site, monkeypatch, capsys):
     """So is a failed preview; the images of other models go on."""
-    other = events(site.make("bea", model="vq", methods=["ar"], seed=2))
+    other = events(site.make("bea", model="vq", methods=["ar"], seed=2, **LAST_ROWS))
     assert "advice" in next(other)
     with monkeypatch.context() as patch:
         patch.setattr(site.engine.runners["mar"], part, lambda given: 1 / 0)
