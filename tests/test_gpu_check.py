@@ -264,7 +264,7 @@ def test_images_are_those_of_a_cpu_on_a_stand_in_for_cuda():
     with standin.cuda():
         on_gpu = Setup(standin.DEVICE, TINY)
         try:
-            for name in ("draws", "images of MAR calibrated, default"):
+            for name in ("draws", "images of VQ ar, default"):
                 found = right.cases(on_gpu)[name]()
                 assert found["passed"], found
         finally:
