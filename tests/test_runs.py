@@ -185,7 +185,7 @@ def test_the_settings_that_methods_choose():
 
 def test_a_record_may_have_a_methods_earlier_name():
     assert differences({"method": "cspd"}, {"method": "mar-draft"}) == []
-    assert differences({"method": "cspd"}, {"method": "ar"}) == ["method was mar-draft, now ar"]
+    assert differences({"method": "cspd"}, {"method": "ar"}) == ['method was "mar-draft", now "ar"']
 
 
 @pytest.mark.parametrize("name", decided_names())
