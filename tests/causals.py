@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from golden_files import Golden
 from torch import Tensor
@@ -66,6 +68,16 @@ class CausalGolden(Golden):
     def tokens(self, kind: str) -> Tensor:
         """The tokens [L, rows, d], the unconditional rows last."""
         return self[f"{kind}.heads"].float().flatten(2)
+
+
+def small_sphere() -> tuple[Causal, SphereVAE]:
+    """A SphereAR of 4 tokens and its autoencoder, with random weights."""
+    golden = CausalGolden("sphere")
+    torch.manual_seed(0)
+    models = Causal(replace(golden.model.config, side=2)), SphereVAE(replace(SPHERE_VAE, side=2))
+    for model in models:
+        model.eval().requires_grad_(False)
+    return models
 
 
 def named(golden: CausalGolden, monkeypatch) -> None:

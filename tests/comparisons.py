@@ -14,7 +14,7 @@ from cspd.evaluation.metrics import load_classifier
 
 K4 = {"num_iter": 4, "num_sampling_steps": 6, "cfg": 1.0}
 QUICK = ["--num-iter", "4", "--num-sampling-steps", "6", "--cfg", "1"]
-METHOD_NAMES = "ar:num_iter=64,ar:num_iter=2,speculative:window=3,mar-draft:gamma=32:prefill=0.7"
+METHOD_NAMES = "ar:num_iter=24,ar:num_iter=2,speculative:window=3,mar-draft:gamma=32:prefill=0.7"
 NAMES = ["ar", *METHOD_NAMES.split(",")]
 NUM, BATCH, SEED = 10, 4, 3
 

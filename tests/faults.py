@@ -8,16 +8,19 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import torch
 
+from cspd.gpu_check import run
 from cspd.gpu_check.run import Question, findings, run_question
 from cspd.gpu_check.sizes import TINY, Setup
 
 ERROR = RuntimeError("CUDA error: an illegal memory access was encountered")
 BROKEN: list[bool] = []  # in a process
+STOPPED = 130  # the exit code of a process that Ctrl-C ended
 
 
 def check(out, asked, **options):
@@ -54,6 +57,15 @@ def killed(out):
 def hang(out):
     begun(out, "hang")
     time.sleep(600)
+
+
+def stopped(out):
+    """A whole check, which is stopped by Ctrl-C while a case hangs; for a process of its own."""
+    run.GRACE_SECONDS = 0.2
+    try:
+        check(out, question(out, "fine", "hang"))
+    except KeyboardInterrupt:
+        sys.exit(STOPPED)
 
 
 def made_by(out, names, settings):

@@ -10,6 +10,9 @@ from pathlib import Path
 import torch
 
 from cspd.checkpoints import checkpoint_files
+from cspd.discrete.family import VQModels
+from cspd.discrete.registry import load_gpt, load_tokenizer
+from cspd.models import save_models
 
 CACHE = Path(os.environ["XDG_CACHE_HOME"])
 
@@ -23,9 +26,12 @@ def small_checkpoint() -> str:
 
 @functools.cache
 def small_vq_checkpoint() -> str:
-    """A folder with a GPT of three layers and its tokenizer."""
+    """A folder with a GPT of three layers and its tokenizer, at a quarter of the tokens: images of 16 by 16 pixels."""
     files = checkpoint_files("digits32_vq")
-    return _folder("small_vq", {"target": files["draft"], "tokenizer": files["tokenizer"]})
+    folder = CACHE / "small_vq"
+    target = load_gpt(files["draft"], sizes={"block_size": 64})
+    save_models(VQModels(target, tokenizer=load_tokenizer(files["tokenizer"])), folder)
+    return str(folder)
 
 
 def _folder(name: str, files: dict[str, Path]) -> str:

@@ -59,7 +59,7 @@ def finish(engine):
     return outputs
 
 
-NUM = 30
+NUM = 15
 VARIANTS = [
     {"cfg": 3.0, "num_iter": 8},
     {"cfg": 1.0, "num_iter": 5},
@@ -288,19 +288,19 @@ def test_a_prepared_request_is_not_checked_again(models, monkeypatch):
             other.generate(prepared)
 
 
-def test_a_window_is_chosen_for_the_images_of_the_call(small_mar, monkeypatch):
+def test_a_window_is_chosen_for_the_images_of_the_call(monkeypatch):
     """Never for those of others in flight. By recorded costs of a device whose table has room for one image."""
-    settings = {"num_iter": 64, "num_sampling_steps": 12, "cfg": 2.0, "draft": "frozen"}
+    settings = {"num_iter": 16, "num_sampling_steps": 12, "cfg": 2.0, "draft": "frozen"}
     times = Times(ancestral=[[1, 64], [1.0] * 2], start=[[1, 64], [1e-3] * 2], round=[[8, 512], [1.0] * 2])
     monkeypatch.setattr(tuning, "head_times", lambda *device: times)
     monkeypatch.setattr(tuning, "table_size", lambda *head: 12)
-    engine = Engine(MARModels(small_mar), max_batch=8, device="cpu")
+    engine = Engine(MARModels(toy_mar()), max_batch=8, device="cpu")
     with engine:
-        others = [engine.add_request(Request(5, 9, **settings)) for _ in range(2)]
+        others = [engine.add_request(Request(2, 9, **settings)) for _ in range(2)]
         (waiting,) = {sequence.request.window for sequence in engine.scheduler.waiting}
         alone = engine.sample(3, **settings)
         (listed,) = engine.generate([Request(3, **settings)])
-        three = engine.sample([3, 4, 5], **settings)
+        three = engine.sample([3, 1, 2], **settings)
         endless = engine.stream(Request(3, seed, **settings) for seed in itertools.count())
         _, streamed = next(endless)
         assert all(engine.cancel(ticket) is False for ticket in others)  # they ran beside the first call
@@ -471,7 +471,7 @@ def test_models_are_chosen_by_name_or_by_the_request(several):
     assert engine.prepare(request).model == "mar" and engine.prepare(request, model="second").model == "second"
     assert engine.with_slots(2).prepare(request, model="second").model == "second"
     assert engine.prepare(Request(1, method="sjd-pac")).model == "vq"
-    assert engine.prepare(Request(1, family="causal")).model == "sphere"
+    assert engine.prepare(Request(1, method="ar", family="causal")).model == "sphere"
     for name in ("other", "vq"):  # the second one has no num_iter
         with pytest.raises(ValueError):
             engine.prepare(request, model=name)
@@ -896,9 +896,8 @@ def test_an_error_leaves_nothing_behind(engine, slow, failing, monkeypatch):
     assert len(engine.generate(REQUESTS[:3])) == 3
 
 
-def test_on_a_gpu_only_the_end_is_waited_for(small_mar):
+def test_on_a_gpu_only_the_end_is_waited_for(models):
     """Finished rounds and images are read while later ones run; on the stand-in a phase takes 1 ms."""
-    models = MARModels(small_mar, vae=create_vae("kl_digits32"))
     expected = Engine(models, max_batch=2, device="cpu").generate(REQUESTS[:4])
     outputs = {}
     with standin.cuda() as gpu:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,7 +17,8 @@ import numpy as np
 import pytest
 import standin
 import torch
-from faults import begun, check, question
+from faults import STOPPED, begun, check, question, stopped
+from launching import wait_until
 from safetensors import safe_open
 
 from cspd.cli import main
@@ -36,7 +38,17 @@ from mar.model import MAR
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
-LIMIT = 3.0  # seconds of a case
+LIMIT = 1.5  # seconds of a case
+
+
+@pytest.fixture
+def imported(monkeypatch) -> multiprocessing.context.BaseContext:
+    """Child processes are forked from one that has imported everything, and start in no time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["faults"])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests"))))
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
+    return context
 
 
 @pytest.fixture
@@ -45,7 +57,7 @@ def settings():
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_a_crash_an_error_or_a_hang_loses_one_case(tmp_path, capsys):
+def test_a_crash_an_error_or_a_hang_loses_one_case(tmp_path, capsys, imported):
     """After an error the process is replaced: CUDA may fail in all that it does from then on."""
     out = tmp_path / "right.json"
     one = question(out, "killed", "unusable", "fine", "hang", "fine again")._replace(case_seconds=LIMIT)
@@ -68,7 +80,7 @@ def test_a_crash_an_error_or_a_hang_loses_one_case(tmp_path, capsys):
     assert begun(out) == [*before, "unusable"]
 
 
-def test_what_was_left_out_is_run_later_and_what_was_started_is_not(tmp_path):
+def test_what_was_left_out_is_run_later_and_what_was_started_is_not(tmp_path, imported):
     out = tmp_path / "right.json"
     one = question(out, "fine", "fine again")
     report = check(out, one, minutes=0)
@@ -83,31 +95,26 @@ def test_what_was_left_out_is_run_later_and_what_was_started_is_not(tmp_path):
     assert "left_out" in check(out, one, overwrite=True, minutes=0)["cases"]["fine"]
 
 
-def test_a_case_that_runs_when_the_time_is_over_is_ended_and_run_later(tmp_path, monkeypatch):
+def test_a_case_that_runs_when_the_time_is_over_is_ended_and_run_later(tmp_path, monkeypatch, imported):
     out = tmp_path / "right.json"
     monkeypatch.setattr("cspd.gpu_check.run.LEAST_SECONDS", 0.0)
     begins = time.monotonic()
-    report = check(out, question(out, "hang"), minutes=0.1)
+    report = check(out, question(out, "hang"), minutes=0.01)
     assert "left_out" in report["cases"]["hang"] and not failures(report) and time.monotonic() - begins < 60
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_stopped_by_a_person(tmp_path):
+def test_stopped_by_a_person(tmp_path, imported):
     """A case under way is in the file as started, and is run again by whoever stopped it."""
     out = tmp_path / "right.json"
-    program = (
-        "import sys; sys.path[:0] = ['tests']\n"
-        "from pathlib import Path; from faults import check, question\n"
-        f"out = Path({str(out)!r}); check(out, question(out, 'fine', 'hang'))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while "hang" not in begun(out) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    process = imported.Process(target=stopped, args=(out,))
+    process.start()
+    wait_until(lambda: "hang" in begun(out) or not process.is_alive(), 120)
     one = question(out)
     assert read_report(one, out)["cases"]["hang"] == {"started": True}
-    process.send_signal(signal.SIGINT)
-    assert "KeyboardInterrupt" in process.communicate(timeout=60)[1]
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == STOPPED
     assert list(read_report(one, out)["cases"]) == ["fine"]
 
 

@@ -131,6 +131,7 @@ def test_an_engine_computes_without_kernels_that_do_not_run(gpu, expected):
 
 
 WITHOUT_TRITON = """
+import sys
 import warnings
 import standin
 import torch
@@ -140,18 +141,26 @@ device = standin.DEVICE
 with standin.cuda(), warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     torch.cuda.get_device_capability = lambda device: (9, 0)
-    assert not kernels.available(device) and not kernels.available(device)
-(warning,) = caught
-assert kernels.SWITCH in str(warning.message)
+    for folder in sys.argv[1:]:
+        sys.path.insert(0, folder)
+        sys.modules.pop("triton", None)
+        kernels._supported.cache_clear()
+        caught.clear()
+        assert not kernels.available(device) and not kernels.available(device)
+        (warning,) = caught
+        assert kernels.SWITCH in str(warning.message)
 """
+DAMAGED = ["raise ImportError('DLL load failed')", "raise OSError('libcuda.so')", ""]
 
 
-@pytest.mark.parametrize("damaged", ["raise ImportError('DLL load failed')", "raise OSError('libcuda.so')", ""])
-def test_a_triton_that_cannot_be_imported(tmp_path, damaged):
+def test_a_triton_that_cannot_be_imported(tmp_path):
     """In a process of its own, since modules are imported once."""
-    (tmp_path / "triton.py").write_text(damaged)
-    paths = [str(tmp_path), environment()["PYTHONPATH"], str(Path(__file__).parent)]
-    command = [sys.executable, "-c", WITHOUT_TRITON]
+    for number, damaged in enumerate(DAMAGED):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "triton.py").write_text(damaged)
+    paths = [environment()["PYTHONPATH"], str(Path(__file__).parent)]
+    command = [sys.executable, "-c", WITHOUT_TRITON, *map(str, tmp_path.iterdir())]
     done = subprocess.run(command, env=environment(PYTHONPATH=os.pathsep.join(paths)), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 

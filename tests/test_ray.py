@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -127,7 +126,7 @@ def test_a_run_survives_two_kills(tmp_path, summaries):
 
 def test_images_as_a_dataset():
     requests = requests_of(20)
-    rows = cspd.ray.sample(requests, small_checkpoint(), num_gpus=0, workers=2, max_batch=4).take_all()
+    rows = cspd.ray.sample(requests, small_checkpoint(), num_gpus=0, workers=1, max_batch=4).take_all()
     rows.sort(key=lambda row: row["index"])
     assert [(row["label"], row["seed"]) for row in rows] == [(i % 10, 5000 - i) for i in range(20)]
     found = [digest_of_pixels(torch.from_numpy(row["image"].copy()).permute(2, 0, 1)) for row in rows]
@@ -174,8 +173,3 @@ def test_without_ray_there_is_one_line(tmp_path, monkeypatch, capsys):
     assert main(["sample", "--checkpoint", small_checkpoint(), "--ray", "auto", "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert "[ray]" in error and error.count("\n") == 1
-
-
-def test_ray_is_not_imported_unless_it_is_used():
-    program = "import sys, cspd.cli.sample, cspd.cli.evaluate; sys.exit('ray' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], env=environment()).returncode == 0

@@ -13,7 +13,6 @@ import pickle
 import re
 import resource
 import shutil
-import subprocess
 import sys
 import types
 import warnings
@@ -343,12 +342,6 @@ def test_an_engine_takes_its_targets_defaults(engine):
     """Without guidance an official size would sample at temperature 0.95, and the bundled ones at 1."""
     resolved = engine.resolve(Request(1, cfg=1, **QUICK))
     assert resolved == Request(1, cfg=1, cfg_schedule="linear", temperature=1.0, family="MAR", **QUICK)
-
-
-def test_a_request_has_its_settings_before_anything_else_is_imported():
-    code = "from cspd import Request; print(Request(3, cfg=2.0, window=4).cfg)"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ran.stdout == "2.0\n", ran.stderr
 
 
 # ---- The given part of an image

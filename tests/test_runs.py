@@ -15,22 +15,17 @@ import shutil
 import signal
 import subprocess
 import time
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from comparisons import NAMES
 from conftest import GOLDEN
 from launching import free_port, kill_all, kill_launcher, start, two_processes, wait_until
 from PIL import Image
 from stores import small_checkpoint
 
-from cspd import origin, runs
-from cspd.checkpoints import checkpoint_files
+from cspd import origin
 from cspd.cli import main
-from cspd.device import describe
 from cspd.evaluation.run import Shards
 from cspd.files import (
     DIGEST,
@@ -46,7 +41,6 @@ from cspd.files import (
 )
 from cspd.option import decided_names
 from cspd.runs import LOCK, Store, differences, earlier_choices
-from cspd.terminal import __version__
 
 # ---- Files are written whole or not at all
 
@@ -191,7 +185,7 @@ def test_the_settings_that_methods_choose():
 
 def test_a_record_may_have_a_methods_earlier_name():
     assert differences({"method": "cspd"}, {"method": "mar-draft"}) == []
-    assert differences({"method": "cspd"}, {"method": "ar"}) == ["method was mar-draft, now ar"]
+    assert differences({"method": "cspd"}, {"method": "ar"}) == ['method was "mar-draft", now "ar"']
 
 
 @pytest.mark.parametrize("name", decided_names())
@@ -375,33 +369,6 @@ def test_a_damaged_item_or_another_one_is_none(tmp_path, damage):
 # ---- The origin of a report: models, machine, command, commit
 
 
-def test_a_report_has_its_origin(comparison):
-    out, report = comparison
-    ran = report["ran"]
-    files = checkpoint_files("digits32")
-    assert [model["role"] for model in ran["models"]] == ["target", "vae", "draft"]
-    for model in ran["models"]:
-        path = files[model["role"]]
-        assert (model["file"], model["bytes"]) == (path.name, path.stat().st_size)
-        assert model["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
-    target, vae, draft = ran["models"]
-    names = [row["name"] for row in report["rows"]]
-    assert target["configurations"] == vae["configurations"] == names
-    assert draft["configurations"] == [name for name in names if name.startswith("mar-draft")]
-    assert target["parameters"] > 4 * draft["parameters"] > 2e6
-    assert ran["command"].startswith("cspd compare --num-iter 4 ") and ran["command"].endswith(f"--out {out}")
-    assert (ran["versions"]["cspd"], ran["versions"]["torch"]) == (__version__, torch.__version__)
-    assert ran["machine"]["device"] == describe(torch.device("cpu"))["device"]
-    age = datetime.now().astimezone() - datetime.fromisoformat(ran["date"])
-    assert abs(age.total_seconds()) < 3600
-
-    page = (out / "report.html").read_text()
-    for text in (target["sha256"][:12], draft["file"], ran["date"], f"(of {NAMES[-1]})"):
-        assert text in page
-    home = str(Path(runs.__file__).parents[1])  # the folder of the models, which nobody gave
-    assert home not in page and home not in json.dumps(report)
-
-
 def test_the_commit_is_that_of_the_checkout_with_the_file(tmp_path, monkeypatch):
     def git(*arguments):
         setting = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
@@ -543,7 +510,7 @@ def test_evaluations(tmp_path):
 ITEMS = {"sample": "0*.png", "compare": "chunks/*.npz", "evaluate": "0*.npz"}
 LIMITED = {  # arguments, and the KiB that a file may have
     "sample": (["--method", "ar", "--num-iter", "2", "--num", "24"], 6),
-    "compare": (["--methods", "ar", "--num-iter", "64", "--num", "4"], 16),
+    "compare": (["--methods", "ar", "--num-iter", "4", "--num", "4"], 16),
     "evaluate": (["--method", "ar", "--num-iter", "2", "--num", "44", "--space", "digits"], 20),
 }
 
@@ -556,7 +523,7 @@ def stamps(command, out):
 @pytest.mark.parametrize("command", LIMITED)
 def test_a_run_resumes_after_a_file_could_not_grow(command, tmp_path, capsys):
     own, size = LIMITED[command]
-    settings = ["--num-sampling-steps", "5", "--cfg", "1", "--max-batch", "1", "--out", str(tmp_path)]
+    settings = ["--num-sampling-steps", "2", "--cfg", "1", "--max-batch", "1", "--out", str(tmp_path)]
     arguments = [command, "--checkpoint", small_checkpoint(), *own, *settings]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size * 1024, hard))

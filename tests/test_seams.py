@@ -377,8 +377,17 @@ def test_without_a_window_the_times_decide(quiet):
     assert 1 <= handle.stats.calls_per_token <= STEPS
 
 
-@pytest.mark.parametrize("code", ["mar", "bitdance_4x", "nextstep_1_1"])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    "code, when",
+    [
+        ("mar", "before"),
+        ("bitdance_4x", "before"),
+        ("nextstep_1_1", "before"),
+        ("nextstep_1_1", "after"),
+        pytest.param("mar", "after", marks=pytest.mark.slow),
+        pytest.param("bitdance_4x", "after", marks=pytest.mark.slow),
+    ],
+)
 def test_half_precision_weights(code, when, quiet):
     """Under autocast, as these codes run; NextStep-1 casts by itself."""
     head = layered(code)

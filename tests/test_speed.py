@@ -113,8 +113,10 @@ def idle(monkeypatch):
     "checkpoint, settings",
     [
         (small_checkpoint, QUICK | {"method": "speculative", "window": 4, "draft": "frozen"}),
-        (small_checkpoint, QUICK | {"method": "lazymar", "warmup": 1, "refresh": 3}),
-        (small_vq_checkpoint, {"draft": "jacobi", "window": 4}),
+        pytest.param(
+            small_checkpoint, QUICK | {"method": "lazymar", "warmup": 1, "refresh": 3}, marks=pytest.mark.slow
+        ),
+        (small_vq_checkpoint, {"draft": "jacobi", "window": 12}),
     ],
 )
 def test_a_run_takes_turns_with_baseline_sampling(checkpoint, settings, idle, tmp_path):

@@ -34,8 +34,10 @@ NOT_TRACED = {
 }
 # many seconds; `budget` of 0 samples by `speculative`, which is traced
 LONG = ["MAR calibrated", "MAR gtr", "MAR mar-draft", "MAR budget", "causal calibrated", "causal speculative"]
+# others that differ from them in a rule or a solver are traced
+LONG += ["VQ lantern", "VQ cool-sd", "VQ uniform-rsd", "MAR ddim", "causal euler", "causal disa"]
 ARCHITECTURES = ["janus", "chameleon", "lumina_mgpt", "emu3"]
-QUICK_OF_HF = ["VQ ar", "VQ eagle2", "VQ sjd"]
+QUICK_OF_HF = ["VQ eagle2", "VQ sjd"]
 COMPILED = [name for name in NAMES if name.startswith("VQ")] + ["MAR ar", "MAR speculative", "causal speculative"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import standin
-from causals import CausalGolden
+from causals import small_sphere
 from toys import SMALL, toy_mar, toy_models
 
 import cspd.checkpoints  # noqa: F401  imports every family, which registers its methods
@@ -12,12 +12,12 @@ from cspd.method import METHODS, Method, find
 
 QUICK = {  # values of options by family, then of methods that take no such values
     "MAR": SMALL | {"num_iter": 2, "num_sampling_steps": 3},
-    "VQ": {"window": 6, "gamma": 2},
-    "causal": {"num_sampling_steps": 4, "head_calls": 4, "window": 2},
+    "VQ": {"window": 3, "gamma": 2},
+    "causal": {"num_sampling_steps": 4, "head_calls": 4, "window": 2, "upper": 4, "lower": 3},
     "MAR gtr": {"num_iter": 4},
     "MAR budget": {"budget": 0.0},
     "VQ speculative": {"draft": "jacobi"},
-    "VQ sjd-pac": {"pd_k": 2, "pd_d": 2},
+    "VQ sjd-pac": {"pd_k": 2, "pd_d": 2, "window": 5},
 }
 COMMON = {"MAR": ["num_iter", "num_sampling_steps"], "VQ": [], "causal": ["num_sampling_steps"]}
 NAMES = [f"{method.family} {method.name}" for method in METHODS]
@@ -36,10 +36,9 @@ def requests_of(name: str, num: int, **subject: object) -> list[Request]:
 
 def models_of(name: str) -> MARModels | VQModels | CausalModels:
     if name.startswith("causal"):
-        golden = CausalGolden("sphere")
-        return CausalModels(golden.model, golden.vae)
+        return CausalModels(*small_sphere())
     if name.startswith("VQ"):
-        return VQModels(**toy_models(codes=11, length=9))
+        return VQModels(**toy_models(codes=11))
     return MARModels(toy_mar(), toy_mar(2))
 
 

@@ -101,7 +101,7 @@ def test_kept_tokens_are_grey_in_the_heat_map(files, tmp_path):
     [
         ("MAR", "large", ["--keep", 0.5], "cropped to the 59 by 59 in its middle and resized to 32 by 32\n32 of 64"),
         ("MAR", "large", ["--place", "8,8,16,16"], "48 of 64"),
-        ("VQ", "in", ["--mask", "bottom"], "32 of 256"),
+        ("VQ", "in", ["--mask", "bottom"], "8 of 64"),
     ],
     ids=["variations", "outpainting", "top rows of VQ tokens"],
 )
@@ -123,8 +123,8 @@ def test_other_parts(model, image, part, generated, files, tmp_path, capsys, rec
         ("MAR", "none", ["--mask", "lower"], "none.png"),
         ("MAR", "in", ["--place", "30,0,8,8"], "30,0"),
         ("MAR", "in", ["--mask", "token"], "num_iter"),
-        ("VQ", "in", ["--mask", "token"], "2 of 16 rows"),
-        ("VQ", "in", ["--keep", 0.5], "128 of 256"),
+        ("VQ", "in", ["--mask", "token"], "1 of 8 rows"),
+        ("VQ", "in", ["--keep", 0.5], "32 of 64"),
     ],
 )
 def test_edits_that_are_refused(model, image, part, reason, files, tmp_path, capsys):

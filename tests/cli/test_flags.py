@@ -34,8 +34,8 @@ MOST_LINES = 74  # of other commands
 
 
 def imported(code: str) -> str:
-    """The modules of `SLOW` that are imported by some code, in a process of its own; and its errors."""
-    program = f"import sys\n{code}\nprint([m for m in {SLOW} if m in sys.modules])"
+    """What some code prints in a process of its own, in which it may call `slow()`: the modules of `SLOW` so far."""
+    program = f"import sys\ndef slow():\n    return [m for m in {SLOW} if m in sys.modules]\n{code}"
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
 
 
@@ -54,14 +54,26 @@ for line in {lines}:
         main(line)
     except SystemExit:
         pass
+print(slow())
 """
     assert imported(code).splitlines()[-1] == "[]"
 
 
 def test_the_package_imports_no_slow_library_but_torch():
-    """timm, torchvision and transformers are needed for ImageNet's names, Inception and text encoders only."""
-    code = "import cspd; cspd.load('digits32', device='cpu').sample(3, num_iter=1, num_sampling_steps=2, window=0)"
-    assert imported(code) == "['torch']\n"
+    """timm, torchvision and transformers are needed for ImageNet's names, Inception and text encoders only.
+
+    A request has its settings before anything else is imported. Commands that can run on Ray import it only if they do.
+    """
+    code = """
+from cspd import Request
+print(Request(3, cfg=2.0, window=4).cfg)
+import cspd
+cspd.load("digits32", device="cpu").sample(3, num_iter=1, num_sampling_steps=2, window=0)
+print(slow())
+import cspd.cli.sample, cspd.cli.evaluate
+print("ray" in slow())
+"""
+    assert imported(code).splitlines() == ["2.0", "['torch']", "False"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -21,7 +21,7 @@ from cspd.terminal import GRACE, POLL, SIGNALS, stoppable
 SETTINGS = ["--num-sampling-steps", "3", "--cfg", "1", "--max-batch", "1"]
 WHAT = {
     "sample": ["--method", "ar", "--num-iter", "4", "--num", "40"],
-    "compare": ["--methods", "ar", "--num-iter", "64", "--num", "6"],
+    "compare": ["--methods", "ar", "--num-iter", "24", "--num", "6"],
     "evaluate": ["--method", "ar", "--num-iter", "4", "--num-images", "64", "--space", "digits"],
 }
 ITEMS = {"sample": "0*.png", "compare": "chunks/*.npz", "evaluate": "0*.npz"}

@@ -99,7 +99,7 @@ def test_an_interrupted_run_resumes(tmp_path, monkeypatch, capsys):
 
     timed = study._timed
     arguments = ["compare", "--checkpoint", small_checkpoint(), "--methods", "ar", "--out", str(tmp_path)]
-    arguments += ["--num-iter", "64", "--num-sampling-steps", "2", "--num", "2", "--max-batch", "1"]
+    arguments += ["--num-iter", "8", "--num-sampling-steps", "2", "--num", "2", "--max-batch", "1"]
     with monkeypatch.context() as patch:
         patch.setattr(study, "_timed", stop)
         assert main(arguments) == 130

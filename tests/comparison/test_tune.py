@@ -40,10 +40,10 @@ def small_rungs():
 
 
 @pytest.fixture(scope="module")
-def rows(digits):
+def rows():
     """Baseline sampling in one iteration, and candidates of fewer steps."""
-    request = cspd.Request(0, method="ar", num_iter=1, num_sampling_steps=50, cfg=1.0)
-    plain = Configuration("ar", request, digits.with_slots(4))
+    request = cspd.Request(0, method="ar", num_iter=1, num_sampling_steps=25, cfg=1.0)
+    plain = Configuration("ar", request, cspd.load(small_checkpoint(), max_batch=4, device="cpu"))
     fewer = [dataclasses.replace(plain, name=f"{n}", request=plain.request.but(num_sampling_steps=n)) for n in STEPS]
     return plain, fewer
 
@@ -218,7 +218,7 @@ def test_a_stopped_search_resumes_and_prints_the_command(tmp_path, monkeypatch, 
         return timed(row, requests, on_progress)
 
     arguments = ["tune", *FEW, "--out", str(tmp_path), "--tolerance", "fid=999%,accuracy=999%", "--seed", "5"]
-    arguments += ["--num-sampling-steps", "50"]  # surely slower than a few
+    arguments += ["--num-sampling-steps", "25"]  # surely slower than a few
     with monkeypatch.context() as patch:
         patch.setattr(study, "_timed", stop)
         assert main(arguments) == 130
@@ -250,7 +250,7 @@ def test_the_command_has_settings_that_are_zero(rows):
 
 def test_limits_that_no_candidate_meets_are_an_error_after_the_report(tmp_path, monkeypatch, capsys):
     few_candidates(monkeypatch)
-    few = "ar:num_sampling_steps=2 ar:num_sampling_steps=200"  # worse; surely slower
+    few = "ar:num_sampling_steps=2 ar:num_sampling_steps=60"  # worse; surely slower
     monkeypatch.setitem(study.CANDIDATES, "MAR", few)
     assert main(["tune", *FEW, "--num", "4", "--out", str(tmp_path), "--tolerance", "fid=0%"]) == 2
     captured = capsys.readouterr()

@@ -44,6 +44,7 @@ def test_samples_are_recognised(method, num, engine):
     assert accuracy(load_classifier("digits"), images, labels) >= 0.86
 
 
+@pytest.mark.slow
 def test_a_tree_of_one_token_drafts_one_per_forward_pass(engine):
     """LANTERN's Table 2: alpha is then the mean acceptance of EAGLE-2's first token, so pooling raises it."""
     alpha = {}
@@ -64,15 +65,15 @@ def test_drafts_are_worth_it(engine):
         assert sum(o.stats.step_compression for o in outputs) / 4 > compression, method
 
 
-def test_random_neighbours_accept_fewer_tokens_than_near_ones(engine):
+@pytest.mark.parametrize("metric", ["l2", pytest.param("cosine", marks=pytest.mark.slow)])
+def test_random_neighbours_accept_fewer_tokens_than_near_ones(metric, engine):
     """LANTERN's Table 4, at equal k and delta: k is the same share of 512 codes as the paper's 1000 of 16,384."""
     mean = {}
-    for metric in ("l2", "cosine", "random"):
-        settings = {"method": "sd", "rule": "lantern", "k": 31, "delta": 0.4, "metric": metric}
-        outputs = engine.generate([cspd.Request(label=i, seed=i, **settings) for i in range(4)])
-        mean[metric] = sum(o.stats.step_compression for o in outputs) / 4
-    assert mean["random"] < mean["l2"] - 0.5
-    assert mean["random"] < mean["cosine"] - 0.5
+    for each in (metric, "random"):
+        settings = {"method": "sd", "rule": "lantern", "k": 31, "delta": 0.4, "metric": each}
+        outputs = engine.generate([cspd.Request(label=i, seed=i, **settings) for i in range(2)])
+        mean[each] = sum(o.stats.step_compression for o in outputs) / 2
+    assert mean["random"] < mean[metric] - 0.5
 
 
 def test_the_draft_model_is_a_target_too():

@@ -43,7 +43,7 @@ def test_the_list_of_captions():
 def test_tokenizer():
     tokenizer = load_tokenizer(checkpoint_files("emoji64_text")["tokenizer"])
     with np.load(SPACES["emoji"].reference) as file:
-        images = torch.from_numpy(file["arr_0"][:200]).permute(0, 3, 1, 2) / 127.5 - 1
+        images = torch.from_numpy(file["arr_0"][:60]).permute(0, 3, 1, 2) / 127.5 - 1
     with torch.inference_mode():
         error = (tokenizer.decode(tokenizer.encode(images)).clamp(-1, 1) - images).square().mean()
     assert -10 * torch.log10(error / 4) > 24
@@ -51,7 +51,7 @@ def test_tokenizer():
 
 def test_images_have_the_colour_of_their_prompts(engine):
     """Where they are not white, red things are redder than blue things of the same seed."""
-    seeds, things = 3, ("heart", "circle", "square")
+    seeds, things = 2, ("heart", "circle", "square")
 
     def redness(colour):
         texts = [f"{colour} {thing}" for thing in things for _ in range(seeds)]
@@ -59,10 +59,11 @@ def test_images_have_the_colour_of_their_prompts(engine):
         painted = (images.amin(dim=1) < 0.7).float()
         return ((images[:, 0] - images[:, 2]) * painted).mean(dim=(1, 2))
 
-    assert (redness("red") > redness("blue")).sum() >= 8  # of 9
+    assert (redness("red") > redness("blue")).sum() >= 5  # of 6
 
 
-@pytest.mark.parametrize("num, least", [(24, 0.5), pytest.param(200, 0.65, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num, least", [(200, 0.65)])
 def test_samples_are_recognised(num, least, engine):
     """As the class of their captions' emojis, half of which were held out, and more often than by chance."""
     asked = ENTRIES[:num]

@@ -117,10 +117,8 @@ def test_exact_if_tokens_are_filtered(kind, changes, models):
 @pytest.mark.parametrize(
     "kind, rule",
     [
-        ("chain", "uniform-rsd"),
         ("dynamic tree", "lantern"),
         ("jacobi PD AC", "cool-sd"),
-        ("jacobi", "gsd, own G"),
         *(
             slow(kind, rule)
             for kind in ("chain", "static tree", "dynamic tree", "jacobi", "jacobi PD AC")
@@ -141,9 +139,9 @@ def test_a_relaxed_rule_is_within_its_bound(kind, rule, models):
 def test_a_window_follows_its_recorded_distributions_whatever_the_rule(method, models):
     """The redrawn tokens follow the distributions that the next round takes as Q (SJD-PAC, appendix A.2), since the
     tail of a window is verified by the exact rule."""
-    path = 3
-    runner = runner_of(models, NUM)
-    running = admitted(runner, request_of(method, **TAILS[method]), range(NUM))
+    path, num = 3, NUM // 2
+    runner = runner_of(models, num)
+    running = admitted(runner, request_of(method, **TAILS[method]), range(num))
     for _ in range(2):
         with torch.inference_mode():
             finished = set(find(method, "VQ").run_round(runner, running, Stopwatch(CPU)))
@@ -153,7 +151,7 @@ def test_a_window_follows_its_recorded_distributions_whatever_the_rule(method, m
         # how often each token is drawn, and how likely the drawn tokens are: standard normal at each position
         every_token = torch.eye(Q.shape[-1]).expand(*Q.shape, -1)
         values = torch.cat([every_token, Q.unsqueeze(-1)], -1).double()  # [num, positions, V, V + 1]
-        drawn = values[torch.arange(NUM).unsqueeze(1), torch.arange(path - 1), tokens]
+        drawn = values[torch.arange(num).unsqueeze(1), torch.arange(path - 1), tokens]
         mean = (Q.unsqueeze(-1) * values).sum(-2)
         square = (Q.unsqueeze(-1) * values.square()).sum(-2)
         variance = (square - mean.square()).sum(0)

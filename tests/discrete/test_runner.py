@@ -11,7 +11,19 @@ import torch
 from conftest import relative_error
 from graphs import replayed, rerun
 from torch import Tensor
-from toys import CLASSES, LENGTH, counts, distribution, draw, p_value, request_of, sequences, staggered, toy_gpt
+from toys import (
+    CLASSES,
+    LENGTH,
+    counts,
+    distribution,
+    draw,
+    p_value,
+    request_of,
+    sequences,
+    staggered,
+    toy_gpt,
+    toy_mar,
+)
 from toys import toy_models as toys
 
 from cspd import Engine, MARModels, Request, VQModels, noise
@@ -181,8 +193,8 @@ def mixed_requests() -> list[Request]:
     return requests
 
 
-def test_fifty_mixed_requests_each_as_if_alone(small_mar):
-    models = [MARModels(small_mar, small_mar), VQModels(**toys(codes=9, length=16))]
+def test_fifty_mixed_requests_each_as_if_alone():
+    models = [MARModels(toy_mar(), toy_mar()), VQModels(**toys(codes=9, length=16))]
     requests = mixed_requests()
     assert {request.method for request in requests} == set(method_names(["MAR", "VQ"]))
     together = Engine(*models, max_batch=8, device="cpu").generate(requests)

@@ -13,9 +13,10 @@ import torch
 from evaluations import METRICS, NUM, OPTIONS, SEED, arguments, evaluate, images_of, near, report_of, stamps, whole_run  # noqa: F401 - fixtures
 from launching import kill_all, start, two_processes, wait_until
 from PIL import Image
-from stores import small_checkpoint, small_vq_checkpoint
+from stores import small_checkpoint
 
 import cspd
+from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
 from cspd.cli.evaluate import format_evaluation
 from cspd.evaluation.run import EXPLODED, SIZE, Shards, arrays_of
@@ -113,7 +114,7 @@ def test_measuring_again_keeps_the_speed_of_sampling(whole, tmp_path, capsys):
         assert report_of(again)["sampling"]["images_made"] == 0
 
 
-@pytest.mark.parametrize("steps, num", [(10, 20), (100, 4)])
+@pytest.mark.parametrize("steps, num", [(10, 6), (100, 2)])
 def test_exploded_tokens_are_counted(steps, num, tmp_path, capsys):
     """Ten denoising steps are too few: most tokens get far beyond those of the data."""
     settings = {"method": "ar", "num_iter": 2, "num_sampling_steps": steps, "cfg": 1.0}
@@ -169,7 +170,8 @@ def test_a_folder_of_samples_is_measured_like_the_run_of_the_same_seeds(whole, t
 
 
 def test_vq_models_are_evaluated_too(tmp_path, capsys):
-    arguments = ["--checkpoint", small_vq_checkpoint(), "--method", "sjd-pac", "--num", "2", "--out", str(tmp_path)]
+    checkpoint = str(checkpoint_files("digits32_vq")["draft"])
+    arguments = ["--checkpoint", checkpoint, "--method", "sjd-pac", "--num", "2", "--out", str(tmp_path)]
     assert main(["evaluate", "--space", "digits", *arguments]) == 0
     out = capsys.readouterr().out
     assert "sjd-pac" in out

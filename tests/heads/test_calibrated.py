@@ -330,29 +330,30 @@ def request_of(**changes):
     return Request(1, 1, **{"method": "calibrated", **SETTINGS, **changes})
 
 
-@pytest.fixture
-def engine(small_mar, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return lambda slots, model=small_mar: Engine(MARModels(model), max_batch=slots, device="cpu")
+@pytest.fixture(scope="module")
+def engine(small_mar, tmp_path_factory):
+    """Makes engines with a number of slots, which share their traces and calibrations."""
+    cache = tmp_path_factory.mktemp("calibrations")
+    return Engine(MARModels(small_mar), max_batch=1, device="cpu", cache=cache).with_slots
 
 
 def test_requests_do_not_depend_on_the_batch_and_all_calls_are_ar(engine):
-    """Rows of unequal progress; T = 100, whose first step multiplies rounding by 316 and not by thousands."""
-    requests = [request_of(num_sampling_steps=100, num_iter=k, head_calls=6) for k in (3, 5)]
+    """Rows of unequal progress. Of 20 steps the first multiplies rounding by 1,674, which gives 1e-4 of a token."""
+    requests = [request_of(num_sampling_steps=20, num_iter=k, head_calls=6) for k in (3, 5)]
     together, one = engine(2).generate(requests), engine(1)
     for request, output in zip(requests, together):
         alone = one.generate(request)[0]
-        assert (output.tokens - alone.tokens).abs().max() < 1e-4 * alone.tokens.abs().max()
+        assert (output.tokens - alone.tokens).abs().max() < 1e-3 * alone.tokens.abs().max()
         stats = output.stats
         assert (
             stats.guarantee == "approximate" and stats.difference > 0 and stats.divergence > 0 and stats.audit is None
         )
         assert stats.head_calls_per_token == 6 and stats.head_calls == 6 * request.num_iter
         assert stats.head_evaluations == 64 * (6 + 5)  # the unconditional branch at all calls but the fourth
-    whole = one.generate(requests[0].but(head_calls=100, null_every=1))[0]
+    whole = one.generate(requests[0].but(head_calls=20, null_every=1))[0]
     baseline = one.generate(requests[0].but(method="ar", head_calls=None))[0]
-    assert (whole.tokens - baseline.tokens).abs().max() < 1e-4 * baseline.tokens.abs().max()
-    assert whole.stats.divergence == 0 and whole.stats.head_evaluations == 64 * 200
+    assert (whole.tokens - baseline.tokens).abs().max() < 1e-3 * baseline.tokens.abs().max()
+    assert whole.stats.divergence == 0 and whole.stats.head_evaluations == 64 * 40
 
 
 def test_a_resolved_request_has_its_fit(engine):
@@ -373,7 +374,7 @@ def test_values_beyond_float32_are_not_reported(engine, monkeypatch):
 
 
 def test_an_audit_changes_no_image(engine):
-    request = request_of(head_calls=4)
+    request = request_of(head_calls=5)
     unaudited, audited, again = engine(1).generate([request, request.but(audit=1.0), request.but(audit=0.5)])
     assert torch.equal(unaudited.tokens, audited.tokens) and torch.equal(unaudited.tokens, again.tokens)
     assert unaudited.stats.audit is None and audited.stats.audit > 0 and audited.stats.audit_error > 0
@@ -400,11 +401,11 @@ def test_settings_of_all_kinds_are_calibrated(engine):
         own.resolve(both.but(head_calls=2))
 
 
-def test_a_model_whose_chains_are_not_finite_is_an_error(small_mar, engine):
+def test_a_model_whose_chains_are_not_finite_is_an_error(small_mar):
     broken = copy.deepcopy(small_mar)
     broken.head.final_layer.linear.bias += 1e30
     with pytest.raises(ValueError, match="float32"):
-        engine(1, broken).resolve(request_of(head_calls=6))
+        Engine(MARModels(broken), max_batch=1, device="cpu").resolve(request_of(head_calls=6))
 
 
 WITHOUT_NOISE = {"temperature": 0.0}
@@ -464,18 +465,20 @@ def test_bench_prints_measured_values_of_all_runs():
         assert second[column].strip() == f"{MEANS[name]:.3f}" and not first[column].strip()
 
 
+CHOSEN = "--method", "calibrated", "--divergence", "0.3", "--audit", "0.5"
+
+
 def run(command, out, *more):
-    options = ["--num-iter", "2", "--num-sampling-steps", "10", "--cfg", "1", "--num", "2", "--labels", "3,4"]
+    options = ["--num-iter", "2", "--num-sampling-steps", "6", "--cfg", "1", "--num", "2", "--labels", "3,4"]
     assert main([command, "--checkpoint", small_checkpoint(), *options, *more, "--out", str(out)]) == 0
 
 
 def test_sample_resumes_with_the_head_calls_that_were_chosen(tmp_path, capsys):
     lost = tmp_path / "00001_label4_seed1.png"
-    options = "--method", "calibrated", "--divergence", "0.3", "--audit", "0.5"
-    run("sample", tmp_path, *options)
+    run("sample", tmp_path, *CHOSEN)
     before = lost.read_bytes()
     lost.unlink()
-    run("sample", tmp_path, *options)
+    run("sample", tmp_path, *CHOSEN)
     assert lost.read_bytes() == before
     summary = json.loads((tmp_path / "samples.json").read_text())["summary"]
     assert summary["images_made"] == 1 and summary["guarantee"] == "approximate"
@@ -494,7 +497,7 @@ def test_sample_prints_lazy_backbone_calls(tmp_path, capsys):
 
 def test_evaluate_resumes_with_the_head_calls_that_were_chosen(tmp_path, capsys):
     for _ in range(2):
-        run("evaluate", tmp_path, "--method", "calibrated", "--audit", "0.5", "--space", "digits")
+        run("evaluate", tmp_path, *CHOSEN, "--space", "digits")
         sampling = json.loads((tmp_path / "evaluation.json").read_text())["sampling"]
         assert sampling["images_made"] == 2 and sampling["guarantee"] == "approximate"
         assert sampling["divergence"] is not None and sampling["audit"] > 0

@@ -59,7 +59,7 @@ def distribution_pvalue(case: Case, ended) -> float:
     [
         (25, 4, False, 2.5, 1.0, 0.5),
         (25, 12, True, None, 0.7, 0.01),
-        (50, 1, True, 2.5, 1.0, 0.01),
+        pytest.param(50, 1, True, 2.5, 1.0, 0.01, marks=pytest.mark.slow),
         (100, 12, False, None, 1.0, 0.01),
         pytest.param(100, 4, True, None, 1.0, 0.5, marks=pytest.mark.slow),
         pytest.param(250, 12, False, 2.5, 0.7, 0.01, marks=pytest.mark.slow),
@@ -79,7 +79,7 @@ def test_gaussian_tokens_have_their_known_distribution(num_steps, window, frozen
     [
         (25, 1, True, None, 1.0),
         (25, 12, False, 2.0, 0.8),
-        (50, 4, False, None, 1.0),
+        pytest.param(50, 4, False, None, 1.0, marks=pytest.mark.slow),
         pytest.param(100, 12, False, None, 1.0, marks=pytest.mark.slow),
         pytest.param(100, 4, True, 2.0, 1.0, marks=pytest.mark.slow),
         pytest.param(250, 12, False, None, 1.0, marks=pytest.mark.slow),
@@ -121,7 +121,9 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(
+    "draft", [pytest.param(name, marks=pytest.mark.slow if name in ("close", "hopeless") else ()) for name in DRAFTS]
+)
 def test_any_draft_is_exact(draft):
     ended = TWELVE.speculative(DRAFTS[draft](), 3, ROWS, seed=1)
     assert distribution_pvalue(TWELVE, ended) > RIGHT

@@ -62,7 +62,7 @@ class Ended(Observer):
         self.record = ended.record
 
 
-@every_guidance
+@pytest.mark.parametrize("branches", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_speculation_draws_the_exact_distribution(branches):
     case, ended, window = CASES[branches], Ended(), 6
     chain = case.chain(ROWS, 1, ended)

@@ -107,7 +107,7 @@ def test_images_do_not_depend_on_the_batch(max_batch, order, engine, requests, a
     assert (alone[0].tokens - alone[1].tokens).abs().max() > 0.1  # the seed decides
 
 
-@pytest.mark.parametrize("window, cfg, iterations", [(4, 1.0, [3] * 5), (3, 3.0, [2, 8, 5, 13, 3])])
+@pytest.mark.parametrize("window, cfg, iterations", [(4, 1.0, [2] * 5), (3, 3.0, [2, 5, 3, 6, 3])])
 def test_few_steps_are_rounded_alike_in_every_batch(window, cfg, iterations, engine):
     """To the last bit, at T = 8, whose first step multiplies rounding by 4,500; also at different iterations."""
     settings = SETTINGS | {"cfg": cfg, "num_sampling_steps": 8, "window": window, "draft": "frozen"}

@@ -57,9 +57,9 @@ def moments(case: Case) -> tuple[torch.Tensor, float]:
         (25, 1, True, None, 1.0, False),
         (25, 4, True, 2.5, 1.0, True),
         (25, 12, False, 2.5, 0.7, False),
-        (50, 32, True, None, 1.0, True),
+        pytest.param(50, 32, True, None, 1.0, True, marks=pytest.mark.slow),
         (50, 8, False, 2.5, 1.0, True),
-        (100, 16, True, 2.5, 1.0, False),
+        pytest.param(100, 16, True, 2.5, 1.0, False, marks=pytest.mark.slow),
     ],
 )
 def test_gaussian_tokens_have_their_known_distribution(num_steps, window, frozen, guidance, tau, binary):
@@ -83,7 +83,12 @@ def reference(case: Case) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "binary, guidance, window, frozen", [(False, None, 5, True), (True, 2.0, 1, False), (True, 2.0, 24, False)]
+    "binary, guidance, window, frozen",
+    [
+        (False, None, 5, True),
+        pytest.param(True, 2.0, 1, False, marks=pytest.mark.slow),
+        (True, 2.0, 24, False),
+    ],
 )
 def test_mixtures_have_the_ancestral_distribution(binary, guidance, window, frozen):
     case = mixture(binary, guidance)
@@ -106,7 +111,7 @@ def sign_probability(positive: float, num_steps: int) -> float:
 
     The density of the state is carried from step to step on a grid.
     """
-    grid = np.linspace(-7, 7, 1401)
+    grid = np.linspace(-7, 7, 701)
     weight = stats.norm.pdf(grid)
     weight /= weight.sum()
     dt = 0.95 / num_steps
@@ -123,7 +128,7 @@ def sign_probability(positive: float, num_steps: int) -> float:
     raise AssertionError
 
 
-@pytest.mark.parametrize("window, frozen", [(4, True), (12, False)])
+@pytest.mark.parametrize("window, frozen", [pytest.param(4, True, marks=pytest.mark.slow), (12, False)])
 def test_signs_are_counted(window, frozen):
     """Two independent bits; a draft of both is accepted or rejected as one."""
     chances, num_steps = (0.5, 0.8), 20

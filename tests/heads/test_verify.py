@@ -112,7 +112,7 @@ def test_equal_means_are_not_mirrored_and_equal_gaussians_change_nothing():
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_coupling_draws_p(name):
     p, q = PAIRS[name]
-    y, how = coupled(p, q, 100_000)
+    y, how = coupled(p, q, 60_000)
     assert normal_pvalue(standardise(y, p)) > 1e-3
     assert normal_pvalue(standardise(y[:20_000], q)) < 1e-12  # the test would notice
     counts = torch.bincount(how, minlength=3) / len(how)

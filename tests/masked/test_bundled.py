@@ -101,7 +101,7 @@ QUICK_EMOJIS = {"num_sampling_steps": 12, "first_timestep": 950}
     "name, model, num, settings, min_accuracy",
     [
         ("digits32", "target", 10, DIGITS | {"num_sampling_steps": 25}, 0.8),
-        ("emoji64", "target", 10, QUICK_EMOJIS, 0.7),
+        pytest.param("emoji64", "target", 10, QUICK_EMOJIS, 0.7, marks=pytest.mark.slow),
         pytest.param("digits32", "target", 100, DIGITS, 0.85, marks=pytest.mark.slow),
         pytest.param("digits32", "draft", 100, DIGITS, 0.5, marks=pytest.mark.slow),
         pytest.param("emoji64", "target", 100, {}, 0.8, marks=pytest.mark.slow),

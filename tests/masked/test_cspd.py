@@ -40,16 +40,16 @@ from cspd.request import Sequence
 @pytest.mark.parametrize(
     "changes",
     [
-        {"prefill": 0.05},
+        pytest.param({"prefill": 0.05}, marks=pytest.mark.slow),
         {"prefill": 0.5, "num_iter": 8, "gamma": 12},
         {"prefill": 0.6, "verify": "sequential", "gamma": 6},
-        {"prefill": 0.85, "verify": "sequential", "gamma": 2},
-        {"prefill": 0.7, "verify": "sequential", "num_iter": 8, "cfg_schedule": "constant", "gamma": 64},
+        pytest.param({"prefill": 0.85, "verify": "sequential", "gamma": 2}, marks=pytest.mark.slow),
+        {"prefill": 0.8, "verify": "sequential", "num_iter": 8, "cfg_schedule": "constant", "gamma": 64},
         {"prefill": 0.85, "verify": "sequential", "align": False, "ratio_temperature": 200.0, "gamma": 1},
-        {"prefill": 0.7, "align": False, "ratio_temperature": 200.0},
+        pytest.param({"prefill": 0.7, "align": False, "ratio_temperature": 200.0}, marks=pytest.mark.slow),
         {"prefill": 0.85, "align": False, "ratio_temperature": 200.0, "sigma": "published"},
         {"prefill": 0.7, "ratio_temperature": 25.0, "cfg": 1.0, "temperature": 1.1},
-        {"prefill": 0.7, "sigma": "published"},
+        pytest.param({"prefill": 0.7, "sigma": "published"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -327,11 +327,11 @@ def test_without_an_accepted_candidate_the_targets_own_token_is_taken(target):
 
 
 def mixed_requests() -> list[Request]:
-    quick = {"num_sampling_steps": 8, "prefill": 0.6}
-    parallel = [request(i, i, num_iter=k, **quick) for i, k in enumerate((8, 32, 16))]
-    sequential = [request(i, i, num_iter=k, gamma=4, verify="sequential", **quick) for i, k in enumerate((8, 32))]
+    quick = {"prefill": 0.75}
+    parallel = [request(i, i, num_iter=k, **quick) for i, k in enumerate((8, 16, 12))]
+    sequential = [request(i, i, num_iter=k, gamma=4, verify="sequential", **quick) for i, k in enumerate((8, 16))]
     chains = [request(i, i, chains="speculative", window=4, **quick) for i in range(2)]
-    return [*parallel, *sequential, *chains, plain(num_iter=20, num_sampling_steps=8)]
+    return [*parallel, *sequential, *chains, plain(num_iter=12)]
 
 
 @pytest.mark.parametrize("max_batch", [3, pytest.param(7, marks=pytest.mark.slow)])

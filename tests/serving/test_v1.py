@@ -27,7 +27,7 @@ from cspd.serving.v1 import MOST_IMAGES
 KEY = "a-key.of_16~bytes"
 STEPS = {"num_iter": 3, "num_sampling_steps": 5, "cfg": 3.0}
 QUICK = STEPS | {"method": "ar", "first_timestep": 950}
-LONG = {"method": "ar", "num_iter": 64, "num_sampling_steps": 300}  # many seconds
+LONG = {"method": "ar", "num_iter": 64, "num_sampling_steps": 100}  # many seconds
 
 
 @pytest.fixture(scope="module")
