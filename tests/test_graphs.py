@@ -381,6 +381,7 @@ assert "--compile" in str(warning.message)
 """
 
 
+@pytest.mark.slow  # the process compiles
 def test_a_machine_without_a_compiler_computes_without_torch_compile(tmp_path):
     """In a process of its own, since torch remembers which compilers it has found."""
     nowhere = str(tmp_path)

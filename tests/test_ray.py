@@ -124,6 +124,7 @@ def test_a_run_survives_two_kills(tmp_path, summaries):
     assert 1 <= summaries[0]["restarted"] <= 2 and summaries[0]["images_made"] <= 8 * SIZE
 
 
+@pytest.mark.slow
 def test_images_as_a_dataset():
     requests = requests_of(20)
     rows = cspd.ray.sample(requests, small_checkpoint(), num_gpus=0, workers=1, max_batch=4).take_all()

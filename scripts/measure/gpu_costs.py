@@ -343,7 +343,7 @@ def ddim(of: Iterations) -> list[Piece]:
 def lazymar(of: Iterations) -> list[Piece]:
     """As `lazymar` is by default: the head's blocks at a tenth of the steps, and then at every eighth."""
     num_iter = len(of.tokens)
-    is_full = np.array(full_iterations(None, warmup=5, refresh=9, num_iter=num_iter))
+    is_full = np.array(full_iterations(None, warmup=5, refresh=9, num_rounds=num_iter))
     blocks = of.call(of.kernels.step, STEPS / 10 + STEPS * 0.9 / 8)
     others = replace(of.call((of.kernels.step[0], 0), STEPS * 0.9 * 7 / 8), work=Work(bytes=np.zeros_like(of.tokens)))
     table = of.table(of.kernels.start, STEPS)
