@@ -105,7 +105,7 @@ def save_encoder(tokenizer: Tokenizer, encoder: T5EncoderModel, folder: Path) ->
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     encoder.half().save_pretrained(folder)
 
 
