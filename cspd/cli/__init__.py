@@ -97,11 +97,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     with telling("loading PyTorch") if sys.stderr.isatty() else contextlib.nullcontext():
         from cspd.cli.options import defaults_like, load_plugins
         from cspd.method import METHODS, method_names
+        from cspd.option import method_now
         from cspd.terminal import choice
     load_plugins(argv)
     methods = METHODS
     if wanted is not None and wanted != "all":
-        methods = [method for method in METHODS if method.name == wanted]
+        methods = [method for method in METHODS if method.name == method_now(wanted)]
         if not methods:
             raise ValueError(f"--help {wanted}: there is no such method: {choice(wanted, method_names())}")
     defaults = defaults_like(argv) if argv[0] == "sample" else {}
