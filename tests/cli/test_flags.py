@@ -107,6 +107,10 @@ def test_help_of_a_method_has_its_flags_and_no_others(method, capsys):
     assert all(flag in text for flag in own) and "--checkpoint" not in text
 
 
+def test_help_by_an_earlier_name(capsys):
+    assert shown("sample", "--help", "cspd", capsys=capsys) == shown("sample", "--help", "mar-draft", capsys=capsys)
+
+
 @pytest.mark.parametrize("words", [["--help", "gtrr"], ["--help=gtrr"]])
 def test_help_of_an_unknown_method_is_an_error(words, capsys):
     assert main(["sample", *words]) == 2
