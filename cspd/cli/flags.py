@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cspd.cli.listing import Use, uses
-from cspd.option import BUNDLED, DEFAULTS, FAMILIES
+from cspd.option import BUNDLED, DEFAULTS, FAMILIES, method_now
 from cspd.terminal import (
     API_KEY,
     MOST,
@@ -161,7 +161,7 @@ class Help(argparse.Action):
             _show_methods(parser) if is_all else _show_few(parser)
             parser._action_groups.sort(key=lambda group: group.title == "help")  # at the end
         if values:
-            parser.usage = f"{parser.prog} --method {values} [flags]"
+            parser.usage = f"{parser.prog} --method {method_now(values)} [flags]"
             about = [f"{each.name} ({each.family} models, {each.guarantee}): {each.summary}" for each in parser.methods]
             families = dict.fromkeys(each.family for each in parser.methods)
             about += [f"{family} models are {FAMILIES[family]}" for family in families]
