@@ -191,15 +191,19 @@ _MISSING = {  # by the name of a model in `Method.uses`
 def _with_checked_settings(request: Request, method: Method, common: tuple[Option, ...]) -> Request:
     shared = {option.name: option for option in common}
     checked: dict[str, Any] = {}
+    options = {}
     for name, value in request.settings.items():
         checked[name] = value
         option = shared.get(name) or method.option(name, request)
         if option is None:
             _check_is_off(name, value, request, method)
             continue
-        option.check(value, request.settings)
+        option.check(value)
+        options[name] = option
         if option.kind is float:  # so that tensors and records have one type
             checked[name] = float(checked[name])
+    for name, option in options.items():  # only valid values can be compared
+        option.check_beside(checked[name], checked)
     return dataclasses.replace(request, settings=checked)
 
 

@@ -19,7 +19,6 @@ from cspd.terminal import LARGEST_SEED, shortened
 # Command-line flags and their help, the checks of a request, the keys of study files, the settings in JSON records and
 # the tables in the docs are all read from here.
 
-EMPTY: Mapping[str, Any] = types.MappingProxyType({})
 LARGEST_FLOAT = 3e38  # of any float: float32 can hold it
 LARGEST_INTEGER = 2**31 - 1  # of any integer: arrays count with int32
 _NAMES: set[str] = set()  # of all declared options, so that a request notices a misspelt one
@@ -104,12 +103,9 @@ class Option:
         other, values = self.only_with
         return settings.get(other) in values
 
-    def check(self, value: object, settings: Mapping[str, Any] = EMPTY) -> None:
-        """Raises ValueError, with the range and the help, if a value is invalid, or does not go with other settings."""
-        if self.is_off(value):
-            return
-        if self.fits(value):
-            self._check_beside(value, settings)
+    def check(self, value: object) -> None:
+        """Raises ValueError, with the range and the help, if a value has the wrong type or is out of range."""
+        if self.is_off(value) or self.fits(value):
             return
         wrong = f"{self.name} is missing" if value is None else f"{self.name}={shortened(value)} is invalid"
         kind = "one of "
@@ -121,7 +117,8 @@ class Option:
             limit = f" and at most {self._largest:.15g}"
         raise ValueError(f"{wrong}: expected {kind}{self.range}{limit} ({self.help})")
 
-    def _check_beside(self, value: Any, settings: Mapping[str, Any]) -> None:
+    def check_beside(self, value: Any, settings: Mapping[str, Any]) -> None:
+        """Raises ValueError if a valid value does not go with other settings, which are valid too."""
         most = settings.get(self.at_most) if self.at_most else None
         if most is not None and value > most:
             raise ValueError(f"{self.name}={value} is above {self.at_most}={most} ({self.help})")
@@ -130,7 +127,8 @@ class Option:
 
     def is_off(self, value: object) -> bool:
         """Whether a value disables the option; False is not 0 here."""
-        return self.off is not None and value == self.off and not isinstance(value, bool)
+        kinds = (int, float) if self.kind is float else type(self.off)
+        return isinstance(value, kinds) and not isinstance(value, bool) and value == self.off
 
     def fits(self, value: object) -> bool:
         """Whether a value has the right type and is in range."""

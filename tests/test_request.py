@@ -630,3 +630,28 @@ def test_other_names_of_the_class(name):
 def test_a_methods_earlier_name_is_its_present_one():
     assert Request(0, method="cspd") == Request(0, method="mar-draft") == with_method(Request(0), "cspd")
     assert find("cspd", "MAR").name == "mar-draft" and parse_method("cspd:gamma=3") == ("mar-draft", {"gamma": 3})
+
+
+@pytest.mark.parametrize(
+    "settings, named",
+    [
+        ({"method": "disa", "upper": "x"}, "upper"),
+        ({"method": "disa", "upper": 3, "lower": 5}, "upper=3"),
+        ({"method": "calibrated", "head_calls": 30, "num_sampling_steps": 20}, "num_sampling_steps=20"),
+        ({"method": "calibrated", "head_calls": 30, "num_sampling_steps": "x"}, "num_sampling_steps"),
+        ({"method": "calibrated", "divergence": 0.1, "temperature": 0}, "temperature"),
+        ({"method": "speculative", "window": 4, "temperature": 0}, "temperature"),
+        ({"method": "speculative", "window": 0.0}, "window"),
+        ({"method": "calibrated", "audit": 1e-6}, "audit"),
+        ({"method": "budget", "budget": 0.3, "temperature": 0.0}, "temperature"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_go_together_are_named(settings, named, engine):
+    with pytest.raises(ValueError, match=named):
+        engine.check(Request(0, **settings))
+
+
+def test_what_is_off_goes_with_everything(engine):
+    for settings in ({"method": "speculative", "window": 0}, {"method": "calibrated", "audit": 0}):
+        assert engine.check(Request(0, temperature=0.0, **settings)).temperature == 0

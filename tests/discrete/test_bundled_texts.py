@@ -51,7 +51,7 @@ def test_tokenizer():
 
 def test_images_have_the_colour_of_their_prompts(engine):
     """Where they are not white, red things are redder than blue things of the same seed."""
-    seeds, things = 2, ("heart", "circle", "square")
+    seeds, things = 3, ("heart", "circle", "square")
 
     def redness(colour):
         texts = [f"{colour} {thing}" for thing in things for _ in range(seeds)]
@@ -59,7 +59,7 @@ def test_images_have_the_colour_of_their_prompts(engine):
         painted = (images.amin(dim=1) < 0.7).float()
         return ((images[:, 0] - images[:, 2]) * painted).mean(dim=(1, 2))
 
-    assert (redness("red") > redness("blue")).sum() >= 5  # of 6
+    assert (redness("red") > redness("blue")).sum() >= 8  # of 9
 
 
 @pytest.mark.slow
