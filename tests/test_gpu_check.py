@@ -38,7 +38,7 @@ from mar.model import MAR
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
-LIMIT = 1.5  # seconds of a case
+LIMIT = 3.0  # seconds of a case
 
 
 @pytest.fixture
